@@ -22,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.runs.folder import RunFolder, write_text
 from labkit.runs.records import RecordWriter
-from labkit.session.meter import patch_attribute
-from labkit.session.timeline import FSDP_RANGE_PATTERN, ROOT_UNIT, unit_name
+from labkit.session.timeline import ROOT_UNIT, UNIT_RANGE_PATTERN, unit_name
 from labkit.session.traffic import (
     COMMUNICATION_NAMESPACES,
     NON_TRAFFIC_OPS,
@@ -95,7 +95,9 @@ class EventRecorder(CommunicationCounter):
     def __enter__(self) -> Any:
         self._wrapped = contextlib.ExitStack()
         for kind in (Work, FakeWork):
-            self._wrapped.enter_context(patch_attribute(kind, "wait", self._add_wait_recording))
+            self._wrapped.enter_context(
+                patch.object(kind, "wait", self._add_wait_recording(kind.wait))
+            )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -272,7 +274,7 @@ class EventRecorder(CommunicationCounter):
         """Name the unit of a collective: from FSDP's ranges; all-reduces of a backward pass are
         numbered.
         """
-        if found := FSDP_RANGE_PATTERN.match(own):
+        if found := UNIT_RANGE_PATTERN.match(own):
             return unit_name(found[2])
         if label == "all_reduce" and self._phase == "backward":
             self._buckets += 1

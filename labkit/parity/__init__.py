@@ -16,20 +16,7 @@ from labkit.parity.states import (
 )
 from labkit.parity.training import LIMITS, Parity, relative_error, seed_and_copy, seed_parameters
 
-__all__ = [
-    "LIMITS",
-    "OneDevice",
-    "Parity",
-    "assert_module_states",
-    "broadcast_state_dict",
-    "check_sharded_parity",
-    "copy_state_dict",
-    "draw_samples",
-    "full_params",
-    "make_sgd",
-    "relative_error",
-    "sample_seed",
-    "seed_and_copy",
-    "seed_parameters",
-    "zero_model",
-]
+__all__ = ["LIMITS", "OneDevice", "Parity", "draw_samples", "make_sgd", "relative_error"]
+__all__ += ["assert_module_states", "sample_seed", "seed_and_copy", "seed_parameters"]
+__all__ += ["broadcast_state_dict", "check_sharded_parity", "copy_state_dict", "full_params"]
+__all__ += ["zero_model"]

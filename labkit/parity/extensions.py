@@ -1,14 +1,12 @@
 """Do parameters with all-gather extensions train like plain ones, and send what theory predicts?
 
-``compare_extension_training`` and ``train_from_meta_device`` train three MLPs of width 8 without
-bias, each a unit, as torch's test of these extensions does. The loss differs from that test's: its
-sum of ReLU outputs is 0 from the third step on, and so are all gradients. The other two functions
-take a network of the caller's. All return the arguments of ``Session.finish_check``.
+All comparisons return the arguments of ``Session.finish_check``.
 """
 
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,24 +29,21 @@ from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2
-COUNT_KEYS = ("parameters", "on_meta", "poisoned", "nan_after", "trained")
 make_foreach_adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
 def three_mlps(device: torch.device | str) -> nn.Sequential:
-    """Build the model of both checks."""
+    """Build the model of the first two checks, each MLP a unit, as in torch's own test of them."""
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
 def compare_extension_training(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Compare every loss, gradient and shard with plain training whose gradients are all-reduced by
-    hand. A collective.
+    """Compare every loss, gradient and shard with plain training, summed by hand. A collective.
 
     It trains with Adam, lr 1e-2, with and without resharding. Every difference must be exactly 0,
-    and no gradient may be all zeros. So the reference is not ``OneDevice``, which would add the
-    ranks' gradients in another order than an all-reduce.
+    and no gradient may be all zeros.
     """
     found, halves = Parity(), 1
     for reshard in (True, False):
@@ -58,101 +53,75 @@ def compare_extension_training(
             copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard
         )
         halves = len(tensors.plain_shards(next(model.parameters())))
-        optimizer, expected_optimizer = (
-            make_foreach_adam(model.parameters()),
-            make_foreach_adam(reference.parameters()),
-        )
+        optimizers = [make_foreach_adam(each.parameters()) for each in (model, reference)]
         for step in range(steps):
-            x = _local_samples(mesh, device, step)
-            loss, expected = (
-                _forward_backward(model, optimizer, x),
-                _forward_backward(reference, expected_optimizer, x),
-            )
+            x, where = _local_samples(mesh, device, step), f"of step {step}, reshard {reshard}"
+            # Gradients are removed and set to zero in turn.
+            to_none = bool(step % 2)
+            loss = _forward_backward(model, optimizers[0], x, to_none)
+            expected = _forward_backward(reference, optimizers[1], x, to_none)
+            # OneDevice would add the ranks' gradients in another order than an all-reduce.
             for parameter in reference.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=mesh.get_group())
                 parameter.grad /= mesh.size()
             found.count_gradients(reference)
-            optimizer.step()
-            expected_optimizer.step()
-            where = f"of step {step}, reshard {reshard}"
+            for optimizer in optimizers:
+                optimizer.step()
             for plain in tensors.plain_tensors(loss):
                 found.compare_tensor(f"loss {where}", plain, expected)
-            _compare_shards(found, where, model, reference)
-    a_step = halves * (1 + count_tensors(reference, "parameter")) + count_tensors(
-        reference, "gradient"
-    )
+            for (name, mine), whole in zip(
+                model.named_parameters(), reference.parameters(), strict=True
+            ):
+                _compare_shard(found, f"parameter {name}, {where}", mine, whole.detach())
+                _compare_shard(found, f"gradient {name}, {where}", mine.grad, whole.grad)
+    a_step = halves * (1 + count_tensors(reference, "parameter"))
+    a_step += count_tensors(reference, "gradient")
     return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
 
 
 def train_from_meta_device(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Build on the meta device, shard, materialise, fill with NaN, initialise, and train in
-    bfloat16. A collective.
+    """Build on the meta device, shard, materialise, initialise, and train in bfloat16.
 
-    This is done with and without resharding after the forward pass; the losses are those of the
-    second.
+    A collective. It is done with and without resharding, and the counts of parameters are sums.
     """
-    first, second = (
-        _train_one_way(mesh, device, extension, steps, reshard) for reshard in (True, False)
-    )
-    counted = {name: first[name] + second[name] for name in ("compared", *COUNT_KEYS)}
-    return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
-
-
-def _train_one_way(
-    mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int, reshard: bool
-) -> dict[str, Any]:
-    """Do this once, with or without resharding.
-
-    Counts the parameters, and those that were on the meta device, were filled with NaN, hold NaN
-    after training, and have changed in it. A TwoTensor's halves must be equal at the start.
-    """
+    counts, ok = Counter[str](), True
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = apply_extension(
-        three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard
-    )
-    on_meta = sum(parameter.is_meta for parameter in model.parameters())
-    model.to_empty(device=device)
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        # Fresh memory often holds zeros, which would hide what an extension forgot.
-        nn.init.constant_(parameter, math.nan)
-    poisoned = sum(map(_has_nan, parameters))
-    torch.manual_seed(0)
-    for parameter in parameters:
-        _initialise_shard(parameter)
-    alike = all(
-        half.equal(halves[0]) for halves in map(tensors.plain_shards, parameters) for half in halves
-    )
-    add_extension_hooks(model, extension)
-    start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
-    optimizer, x, losses = (
-        make_foreach_adam(parameters),
-        _local_samples(mesh, device, 0).bfloat16(),
-        [],
-    )
-    for _ in range(steps):
-        losses.append(float(_forward_backward(model, optimizer, x)))
-        optimizer.step()
-    nan_after = sum(map(_has_nan, parameters))
-    trained = sum(
-        not tensors.plain_shards(now)[0].equal(old)
-        for now, old in zip(parameters, start, strict=True)
-    )
-    all_of_them = len(parameters) == on_meta == poisoned == trained
-    return {
-        "compared": len(parameters),
-        "parameters": len(parameters),
-        "on_meta": on_meta,
-        "poisoned": poisoned,
-        "nan_after": nan_after,
-        "trained": trained,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "ok": all_of_them and alike and not nan_after and losses[-1] < losses[0],
-    }
+    for reshard in (True, False):
+        model = apply_extension(
+            three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard
+        )
+        on_meta = sum(parameter.is_meta for parameter in model.parameters())
+        model.to_empty(device=device)
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            # Fresh memory often holds zeros, which would hide what an extension forgot.
+            nn.init.constant_(parameter, math.nan)
+        poisoned = sum(map(_has_nan, parameters))
+        torch.manual_seed(0)
+        for parameter in parameters:
+            _initialise_shard(parameter)
+        shards = [tensors.plain_shards(parameter) for parameter in parameters]
+        # The halves of a TwoTensor must be equal at the start.
+        ok &= all(half.equal(halves[0]) for halves in shards for half in halves)
+        start = [halves[0].clone() for halves in shards]
+        add_extension_hooks(model, extension)
+        optimizer, x = make_foreach_adam(parameters), _local_samples(mesh, device, 0).bfloat16()
+        losses: list[float] = []
+        for _ in range(steps):
+            losses.append(float(_forward_backward(model, optimizer, x)))
+            optimizer.step()
+        nan_after = sum(map(_has_nan, parameters))
+        pairs = zip(parameters, start, strict=True)
+        trained = sum(not tensors.plain_shards(now)[0].equal(old) for now, old in pairs)
+        count = len(parameters)
+        ok &= count == on_meta == poisoned == trained and not nan_after and losses[-1] < losses[0]
+        counts.update(compared=count, parameters=count, on_meta=on_meta, poisoned=poisoned)
+        counts.update(nan_after=nan_after, trained=trained)
+    ends = {"first_loss": losses[0], "last_loss": losses[-1]}
+    return {"check": "meta", **counts, **ends, "ok": ok}
 
 
 def compare_bytes(
@@ -164,8 +133,7 @@ def compare_bytes(
     """Compare the bytes of each extension's all-gathers in one step with theory. A collective.
 
     ``build`` makes the network with an extension; its root holds no parameters of its own.
-    ``backward`` is a forward and a backward pass; with ``reshard``, parameters are gathered in
-    both.
+    ``backward`` runs both passes; with ``reshard``, each of them gathers parameters.
     """
     measured, predicted = {}, {}
     for name in theory.EXTENSION_BYTES:
@@ -182,8 +150,7 @@ def compare_bytes(
 def compare_final_losses(
     mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """Train with each extension, and compare the final loss, averaged over ranks, with that of
-    fp32. A collective.
+    """Compare the final loss of each extension, averaged over ranks, with fp32's. A collective.
 
     ``train`` takes an extension, uses the same samples for each, and returns this rank's losses.
     """
@@ -192,9 +159,8 @@ def compare_final_losses(
         total = torch.stack([*train(name)][-theory.FINAL_STEPS :]).mean()
         dist.all_reduce(total, group=mesh.get_group())
         final[name] = float(total) / mesh.size()
-    ok = all(
-        abs(final[name] / final["fp32"] - 1) <= limit for name, limit in theory.LOSS_LIMITS.items()
-    )
+    limits = theory.LOSS_LIMITS.items()
+    ok = all(abs(final[name] / final["fp32"] - 1) <= limit for name, limit in limits)
     return {"check": "loss", "compared": len(final), **final, "ok": ok}
 
 
@@ -202,27 +168,24 @@ def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
     return random_normal(BATCH, DIM, device=device, seed=sample_seed(step, mesh.get_local_rank()))
 
 
-def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+def _forward_backward(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, set_to_none: bool = True
+) -> Tensor:
     """Run forward and backward, and return the loss, the mean squared distance to 1."""
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none)
+    # The loss of torch's test, a sum of ReLU outputs, is 0 from the third step on, and so are all
+    # gradients.
     loss = (upcast_to_float32(model(x)) - 1).square().mean()
     loss.backward()
     return loss.detach()
 
 
-def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
-    """Compare this rank's shard of every gradient and parameter, and both halves of a TwoTensor."""
-    for (name, parameter), expected in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        for what, mine, whole in (
-            ("parameter", parameter, expected),
-            ("gradient", parameter.grad, expected.grad),
-        ):
-            assert isinstance(mine, DTensor) and whole is not None
-            part = local_shard(whole.detach(), mine)
-            for index, plain in enumerate(tensors.plain_shards(mine)):
-                found.compare_tensor(f"{what} {name}, half {index}, {where}", plain, part)
+def _compare_shard(found: Parity, what: str, shard: Tensor | None, whole: Tensor | None) -> None:
+    """Compare this rank's shard, or both halves of a TwoTensor, with its part of a whole tensor."""
+    assert isinstance(shard, DTensor) and whole is not None
+    part = local_shard(whole, shard)
+    for index, plain in enumerate(tensors.plain_shards(shard)):
+        found.compare_tensor(f"half {index} of {what}", plain, part)
 
 
 def _initialise_shard(parameter: Tensor) -> None:

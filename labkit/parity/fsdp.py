@@ -15,11 +15,10 @@ from labkit.torch_private import tree_map_only
 
 
 class StepOutcome(NamedTuple):
-    """The results of one step of a rank; with several batches in a step, of the last one."""
+    """The results of a rank's step, or of the last of its batches; outputs have any structure."""
 
     loss: Tensor
     output: Any
-    """Of any structure."""
     inputs: tuple[Tensor, ...]
 
 
@@ -35,21 +34,14 @@ def forward_backward(
 ) -> StepOutcome:
     """Run a training step's forward and backward pass, each as a span of the step.
 
-    Args:
-        step: of a session, which measures.
-        lab: the lab's model, which knows its loss and how to run backward from it.
-        model: the model to call: the lab's, or its wrapper.
-        inputs: of the model.
-        keep: keep the output and the inputs, to compare them with one device's. Measured steps keep
-            neither, so that they hold no more memory than training needs.
-        autocast: context of the forward pass.
-        scale: maps the loss to the one whose gradients are computed.
+    ``model`` is ``lab`` or its wrapper. ``scale`` maps the loss to the one whose gradients are
+    computed. A step that ``keep``s its output and inputs can be compared with one device's.
     """
     with step.span("forward"), autocast or contextlib.nullcontext():
         output = model(*inputs)
         loss = lab.get_loss(inputs, output)
+    # Measured steps keep nothing, so that they hold no more memory than training needs.
     kept = tree_map_only(Tensor, Tensor.detach, output) if keep else None
-    # Otherwise the output would occupy memory during the backward pass.
     del output
     with step.span("backward"):
         lab.run_backward(scale(loss))
@@ -66,17 +58,9 @@ def compare_fsdp_training(
 ) -> dict[str, Any]:
     """Train an untrained OneDevice for as many steps as this rank has, and compare. A collective.
 
-    The model, under FSDP2, FSDP1 or plain, comes after its steps; it should have trained ``steps``
-    of them.
-
-    Returns:
-        The arguments of ``Session.finish_check``: the comparison of the loss and output of every
-        step, its input's gradient if it has one, and the last step's gradients, parameters and
-        buffers. FSDP1 shows gradients by name only with ``use_orig_params``.
-
-    Raises:
-        ValueError: there is no step; a parameter that is used has no gradient; an output has
-            another structure.
+    The model, under FSDP2, FSDP1 or plain, should have trained ``steps`` of them. It compares the
+    loss and output of every step, its input's gradient if it has one, and the last step's
+    gradients, parameters and buffers.
     """
     if not trained:
         raise ValueError(
@@ -84,31 +68,29 @@ def compare_fsdp_training(
         )
     floor = FLOORS.get(one_device.dtype, 0.0) if one_device.rounding == "everything" else 0.0
     found, reference, kinds = Parity(floor=floor), one_device.copies[rank], comparable_kinds(model)
-    each = 0
     for index, step in enumerate(trained):
-        found.compare_tensor(
-            f"loss of step {index}", step.loss.detach(), one_device.train_step(index)[rank]
-        )
+        expected_loss = one_device.train_step(index)[rank]
+        found.compare_tensor(f"loss of step {index}", step.loss.detach(), expected_loss)
         found.compare_leaves(f"output of step {index}", step.output, one_device.outputs[rank])
-        each = 1 + count_leaves(one_device.outputs[rank])
-        for place, (mine, expected) in enumerate(
-            zip(step.inputs, one_device.inputs[rank], strict=True)
-        ):
+        inputs = zip(step.inputs, one_device.inputs[rank], strict=True)
+        for place, (mine, expected) in enumerate(inputs):
             if expected.requires_grad:
-                found.compare_tensor(
-                    f"gradient of input {place} of step {index}", mine.grad, expected.grad
-                )
-                each += 1
+                what = f"gradient of input {place} of step {index}"
+                found.compare_tensor(what, mine.grad, expected.grad)
     gather = FullyShardedDataParallel.summon_full_params(model, with_grads="gradient" in kinds)
     with gather if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
-        for what in kinds:
-            found.compare_models(model, reference, what)
+        for kind in kinds:
+            found.compare_models(model, reference, kind)
     if "gradient" not in kinds:
         found.count_gradients(reference)
-    return found.verdict(LIMITS[one_device.dtype], steps * each + count_tensors(reference, *kinds))
+    a_step = 1 + count_leaves(one_device.outputs[rank])
+    a_step += sum(each.requires_grad for each in one_device.inputs[rank])
+    tensors = steps * a_step + count_tensors(reference, *kinds)
+    return found.verdict(LIMITS[one_device.dtype], tensors)
 
 
 def comparable_kinds(model: nn.Module) -> tuple[TensorKind, ...]:
     """Return which tensors of a trained model can be compared by name."""
+    # FSDP1 shows gradients by name only with use_orig_params.
     flat = isinstance(model, FullyShardedDataParallel) and not model._use_orig_params
     return ("parameter", "buffer") if flat else ("gradient", "parameter", "buffer")

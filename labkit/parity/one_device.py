@@ -2,8 +2,7 @@
 
 It keeps one whole copy of the model for each rank, runs each copy on that rank's samples, averages
 the gradients of the shared parameters over the copies, and lets each copy update. It uses no rank,
-collective or shard, so sharding cannot make the same mistake here. Dropout agrees because each copy
-draws after the same seed.
+collective or shard, so sharding cannot make the same mistake here.
 """
 
 from collections.abc import Callable, Collection
@@ -17,17 +16,15 @@ from torch.optim import Optimizer
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import find_blocks
 
+# Of all ranks in a step.
 MAX_BATCHES = 10_000
-"""Of all ranks in a step."""
+# What is in the short type: parameters and samples of both passes; what autocast chooses; updates
+# as well.
 Rounding = Literal["parameters", "autocast", "everything"]
-"""What is in the short type: parameters and samples of both passes; what autocast chooses; updates
-as well.
-"""
 
 
 def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
-    """Return the seed of a rank's samples in one batch of a step; all differ, up to 10,000 in a
-    step.
+    """Return the seed of a rank's samples in one batch of a step; all differ, up to 10,000 a step.
 
     One rank with four batches has the samples of four ranks with one batch each.
     """
@@ -37,20 +34,19 @@ def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
 def draw_samples(
     model: LabModel, device: torch.device, step: int, rank: int, batch: int = 0, batches: int = 1
 ) -> tuple[Tensor, ...]:
-    """Draw a rank's samples of one batch, and seed the RNG for what follows, such as dropout."""
+    """Draw a rank's samples of one batch, and seed the RNG for what follows."""
     seed = sample_seed(step, rank, batch, batches)
     inputs = model.get_input(device, seed)
+    # A rank's dropout agrees with that of its copy on one device.
     torch.manual_seed(seed)
     return inputs
 
 
 def make_sgd(model: nn.Module) -> Optimizer:
-    """Return SGD with momentum, for a check: Adam would turn the rounding of a gradient near zero
-    into a full-size step.
-    """
-    return torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9
-    )
+    """Return SGD with momentum, for a check."""
+    # Adam would turn the rounding of a gradient near zero into a full-size step.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
 
 class OneDevice:
@@ -59,19 +55,13 @@ class OneDevice:
     Args:
         build: makes rank r's copy; shared parameters are equal in all of them.
         ranks: the number of ranks to play.
-        dtype: the dtype in which the copies compute, see ``Rounding``; float32 rounds nothing.
-        rounding: what is rounded to this dtype.
+        dtype: the dtype in which the copies compute; float32 rounds nothing.
         device: where the samples are put.
         batches: batches of a rank in one step; their gradients add up.
+        rounding: what is rounded to this dtype.
         mean: divide by the number of batches, so that more batches are like more ranks.
-        local_types: class names of modules whose gradients are not averaged, besides the model's
-            own local modules.
+        local_types: class names of modules that keep their own gradients, besides the model's.
         input_gradients: compute gradients of floating-point inputs too.
-
-    Attributes:
-        copies: the models.
-        outputs: of each rank's last batch.
-        inputs: the same batch, which has the gradients.
     """
 
     def __init__(
@@ -94,6 +84,7 @@ class OneDevice:
         self.dtype, self.rounding, self.device = dtype, rounding, device or torch.device("cpu")
         self.batches, self.mean, self.input_gradients = batches, mean, input_gradients
         self.local_types = local_types
+        # Of each rank's last batch; the inputs have gradients.
         self.outputs: list[Any] = [None] * ranks
         self.inputs: list[tuple[Tensor, ...]] = [()] * ranks
 
@@ -124,33 +115,25 @@ class OneDevice:
         if self.rounding == "autocast":
             with torch.autocast(self.device.type, self.dtype):
                 return copy(*inputs)
-        kept = {
-            id(p)
-            for module in copy.modules()
-            if isinstance(module, BatchNorm)
-            for p in module.parameters()
-        }
+        norms = (module for module in copy.modules() if isinstance(module, BatchNorm))
+        kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
         rounded = {
-            name: p if id(p) in kept else p.to(self.dtype) for name, p in copy.named_parameters()
+            name: parameter if id(parameter) in kept else parameter.to(self.dtype)
+            for name, parameter in copy.named_parameters()
         }
-        return torch.func.functional_call(
-            copy, rounded, tuple(cast_floats(each, self.dtype) for each in inputs)
-        )
+        casted = tuple(cast_floats(each, self.dtype) for each in inputs)
+        return torch.func.functional_call(copy, rounded, casted)
 
     def _average_shared_gradients(self) -> None:
-        local = [
-            {id(p) for module in self._local_modules(copy) for p in module.parameters()}
-            for copy in self.copies
-        ]
+        first = self.copies[0]
+        local_modules = [*first.local_modules(), *find_blocks(first, self.local_types)]
+        local = {id(parameter) for module in local_modules for parameter in module.parameters()}
         for same in zip(*(copy.parameters() for copy in self.copies), strict=True):
             gradients = [parameter.grad for parameter in same if parameter.grad is not None]
-            if gradients and id(same[0]) not in local[0]:
+            if gradients and id(same[0]) not in local:
                 mean = torch.stack(gradients).mean(dim=0)
                 for gradient in gradients:
                     gradient.copy_(mean)
-
-    def _local_modules(self, copy: LabModel) -> list[nn.Module]:
-        return [*copy.local_modules(), *find_blocks(copy, self.local_types)]
 
 
 def require_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -16,16 +16,15 @@ def compare_spatial_step(
     *,
     drops_samples: bool = False,
 ) -> dict[str, Any]:
-    """Compare outputs, gradients and parameters of two models that started equal, after one step. A
-    collective.
+    """Compare two models that started equal after one step. A collective.
 
-    Outputs are of this rank's samples; ``reference`` is the single-device model, ``expected`` its
-    outputs. With ``drops_samples``, samples may skip a block, whose gradients are zeros if all do.
+    ``outputs`` are of this rank's samples; ``reference`` is the single-device model, ``expected``
+    its outputs. With ``drops_samples``, samples may skip a block, whose gradients are zeros if all
+    do. Returns the arguments of ``Session.finish_check``.
     """
     found = Parity()
     found.compare_tensor("outputs", outputs, expected)
     found.compare_models(model, reference, "gradient", some_zeros=drops_samples)
     found.compare_models(model, reference, "parameter")
-    return found.verdict(
-        LIMITS[torch.float32], 1 + count_tensors(reference, "gradient", "parameter")
-    )
+    tensors = 1 + count_tensors(reference, "gradient", "parameter")
+    return found.verdict(LIMITS[torch.float32], tensors)

@@ -1,12 +1,12 @@
-"""Compare the tensors of a distributed model with a whole one, compare them across ranks, and copy
-them.
+"""Compare a distributed model with a whole one, or its ranks with each other, and copy its state.
 
-These are for tests, labkit's and yours: no lab calls them. ``check_sharded_parity`` compares shard
-by shard, and says which parameter is wrong on which rank; ``training.Parity``, which the labs use,
-gathers first and gives one number for all.
+These are for tests, labkit's and yours, and have names as in torch's FSDP tests.
+``check_sharded_parity`` compares shard by shard, and says which parameter is wrong on which rank;
+``training.Parity``, which the labs use, gathers first and gives one number for all.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,35 +25,33 @@ from labkit.parity.training import local_shard, to_full_tensor
 def check_sharded_parity(
     replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()
 ) -> int:
-    """Compare this rank's shard of every parameter and gradient with the same part of a whole
-    model's.
+    """Compare this rank's shard of every parameter and gradient with the same part of a whole one.
 
-    Sends nothing. The name is that of the helper in torch's FSDP tests.
-
-    Args:
-        replicated: the whole model, on every rank, with reduced gradients.
-        sharded: the model whose parameters are DTensors, as under FSDP2.
-        prefixes_to_ignore: parts of the sharded names that wrappers add, such as
-            ``"_checkpoint_wrapped_module."``.
-
-    Returns:
-        The number of tensors compared: parameters, and gradients where there are some.
+    Sends nothing, and returns the number of tensors compared. The whole model has reduced
+    gradients. ``prefixes_to_ignore`` are parts of the sharded names that wrappers add, such as
+    ``"_checkpoint_wrapped_module."``.
 
     Raises:
-        AssertionError: a name, value or gradient differs, by more than torch.testing allows for its
-            dtype.
-        ValueError: a parameter is not a DTensor; two axes of the mesh shard the same dim; there is
-            nothing to compare.
+        AssertionError: a name, value or gradient differs by more than torch.testing allows.
+        ValueError: a tensor is no shard; two axes of the mesh shard the same dim; there is none.
     """
-    pairs = _pair_parameters(replicated, sharded, prefixes_to_ignore)
-    if not pairs:
+    wholes, shards = dict(replicated.named_parameters()), {}
+    for name, parameter in sharded.named_parameters():
+        for prefix in prefixes_to_ignore:
+            name = name.replace(prefix, "")
+        shards[name] = parameter
+    if list(wholes) != list(shards):
+        differing = sorted(wholes.keys() ^ shards.keys()) or "the order alone differs"
+        raise AssertionError(
+            f"the names of the replicated and the sharded parameters differ: {differing}"
+        )
+    if not wholes:
         raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
     compared = 0
-    for name, expected, actual in pairs:
+    for name, expected in wholes.items():
+        actual = shards[name]
         if not isinstance(actual, DTensor):
-            raise ValueError(
-                f"{name} is a plain tensor, not a shard: shard the model before it is compared"
-            )
+            raise ValueError(f"{name} is a plain tensor, not a shard: shard the model first")
         _refuse_ambiguous(name, actual.placements)
         _compare_shard(f"parameter {name}", actual, expected.detach(), actual)
         compared += 1
@@ -67,41 +65,34 @@ def check_sharded_parity(
 
 
 def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective; sends
-    32 bytes a tensor.
+    """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective.
 
-    ``_assert_module_states`` in torch's FSDP tests.
-
-    Raises:
-        AssertionError: names the first tensor that differs, and which ranks agree.
-        ValueError: the model holds shards, which differ by design, or no tensors at all.
+    It sends 32 bytes a tensor. The error names the first that differs, and which ranks agree.
     """
     states = dict(model.named_parameters()) | dict(model.named_buffers())
+    # Ranks send digests, so that they need not send the tensors themselves.
     mine = {name: _tensor_digest(name, tensor) for name, tensor in states.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
     if not names:
-        raise ValueError(
-            f"nothing to compare: {type(model).__name__} has neither parameters nor buffers"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"nothing to compare: {kind} has neither parameters nor buffers")
     for name in names:
-        holders: dict[bytes | None, list[int]] = {}
+        holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
-            holders.setdefault(digests.get(name), []).append(rank)
+            holders[digests.get(name)].append(str(rank))
         if len(holders) > 1:
-            camps = [
-                f"{_ranks_text(ranks)} {'one value' if digest else 'none'}"
-                for digest, ranks in holders.items()
-            ]
+            camps = []
+            for digest, ranks in holders.items():
+                numbers, many = ", ".join(ranks), len(ranks) > 1
+                who = f"ranks {numbers} hold" if many else f"rank {numbers} holds"
+                camps.append(f"{who} {'one value' if digest else 'none'}")
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 
 
 def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
-    """Set every parameter to zero in place, and the buffers if asked. With FSDP1 a collective.
-
-    ``_zero_model`` in torch's FSDP tests.
-    """
+    """Set every parameter to zero in place, and the buffers if asked. With FSDP1 a collective."""
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model):
         for tensor in [*model.parameters(), *(model.buffers() if zero_buffers else ())]:
@@ -109,20 +100,15 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 
 
 def full_params(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all whole parameters by name, without the prefixes of wrappers. A collective
-    for a sharded model.
+    """Return copies of all whole parameters by name, without the prefixes of wrappers.
 
-    ``get_full_params`` in torch's FSDP tests returns a list. FSDP1 must have ``use_orig_params``.
+    A collective for a sharded model. FSDP1 must have ``use_orig_params``. ``get_full_params`` in
+    torch's FSDP tests returns a list.
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
-        whole_ones = [
-            (name, to_full_tensor(parameter.detach()))
-            for name, parameter in model.named_parameters()
-        ]
-        return {
-            plain_name(name): tensor.clone() for name, tensor in whole_ones if tensor is not None
-        }
+        named = [(name, to_full_tensor(each.detach())) for name, each in model.named_parameters()]
+        return {plain_name(name): tensor.clone() for name, tensor in named if tensor is not None}
 
 
 def broadcast_state_dict(
@@ -130,25 +116,15 @@ def broadcast_state_dict(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Return rank 0's state dict on every rank, on ``device``. A collective.
-
-    ``_broadcast_state_dict`` in torch's FSDP tests. ``state`` holds whole tensors, and is read only
-    on rank 0 of the group.
-
-    Raises:
-        ValueError: rank 0 has no state dict, or one with shards; every rank raises it.
-    """
+    """Return rank 0's state dict, of whole tensors, on every rank's ``device``. A collective."""
+    # Either rank 0's state, or its error, which every rank raises.
     box: list[Any] = [None]
     if dist.get_rank(group) == 0:
         shards = [name for name, tensor in (state or {}).items() if isinstance(tensor, DTensor)]
-        if state is None or shards:
-            box = [
-                (
-                    f"{shards[0]} is a shard: gather it first, with full_params"
-                    if shards
-                    else "rank 0 has no state"
-                )
-            ]
+        if state is None:
+            box = ["rank 0 has no state"]
+        elif shards:
+            box = [f"{shards[0]} is a shard: gather it first, with full_params"]
         else:
             box = [{name: tensor.detach().cpu() for name, tensor in state.items()}]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -160,11 +136,10 @@ def broadcast_state_dict(
 def copy_state_dict(
     model: nn.Module, cpu_offload: bool = False, half: bool = False
 ) -> dict[str, Tensor]:
-    """Return a copy of the model's state dict; the model stays unchanged.
+    """Return a copy of the model's state dict, if asked in host memory and in float16.
 
     FSDP2's copy holds shards; FSDP1's is a collective. ``_get_state_dict`` in torch's FSDP tests
-    changes the model instead. ``cpu_offload`` puts the copies into host memory, ``half`` converts
-    floating-point ones to float16.
+    changes the model instead.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
@@ -173,49 +148,15 @@ def copy_state_dict(
 
 
 def _reshard_modules(model: nn.Module) -> None:
-    """Free the full parameters that FSDP2 kept after a forward pass: they are copies, perhaps in
-    another dtype.
-    """
+    """Free the full parameters that FSDP2 kept after a forward pass."""
+    # These are copies, perhaps in another dtype. A change of them would be lost.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _pair_parameters(
-    replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
-) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Return the parameters of two models in pairs, in order. Raises AssertionError if the names
-    differ.
-    """
-    expected, actual = dict(replicated.named_parameters()), {}
-    for name, parameter in sharded.named_parameters():
-        for prefix in prefixes:
-            name = name.replace(prefix, "")
-        actual[name] = parameter
-    if list(expected) != list(actual):
-        differing = sorted(expected.keys() ^ actual.keys()) or "the order alone differs"
-        raise AssertionError(
-            f"the names of the replicated and the sharded parameters differ: {differing}"
-        )
-    return [(name, parameter, actual[name]) for name, parameter in expected.items()]
-
-
-def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
-    # also torch's private placement for such shards, which is no Shard but has a dim
-    dims = [dim for placement in placements if (dim := getattr(placement, "dim", None)) is not None]
-    if len(set(dims)) < len(dims):
-        raise ValueError(
-            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first"
-            " decides which rows a rank holds: FSDP over tensor parallelism cuts the last axis"
-            " first, distribute_tensor the first axis. Gather instead: parity.Parity compares"
-            " whole tensors"
-        )
-
-
 def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
-    """Raise AssertionError unless this rank's shard of ``actual`` equals the same part of
-    ``expected``.
-    """
+    """Raise AssertionError unless this rank's shard equals the same part of ``expected``."""
     if not isinstance(actual, DTensor):
         raise ValueError(f"{what} is a plain tensor, not a shard")
     if actual.placements != parameter.placements:
@@ -230,8 +171,20 @@ def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter
     )
 
 
+def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
+    # torch's private placement for such shards is no Shard, but has a dim too.
+    dims = [dim for placement in placements if (dim := getattr(placement, "dim", None)) is not None]
+    if len(set(dims)) < len(dims):
+        raise ValueError(
+            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first"
+            " decides which rows a rank holds: FSDP over tensor parallelism cuts the last axis"
+            " first, distribute_tensor the first axis. Gather instead: parity.Parity compares"
+            " whole tensors"
+        )
+
+
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Return a digest of dtype, shape and bits, so that ranks need not send the tensor itself."""
+    """Return a digest of a tensor's dtype, shape and bits."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
             raise ValueError(
@@ -241,9 +194,3 @@ def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return (
-        f"ranks {', '.join(map(str, ranks))} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
-    )

@@ -1,13 +1,8 @@
-"""Does a distributed run compute what one device computes? Compare tensors, and count what was
-compared.
-
-The error of a tensor is the largest absolute difference over the largest absolute value expected,
-so that one number serves weights, gradients and outputs of any scale.
-"""
+"""Compare the tensors of a distributed run with one device's, and count what was compared."""
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -22,43 +17,33 @@ from labkit.torch_private import keystr, tree_flatten_with_path, tree_leaves
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 TensorKind = Literal["gradient", "parameter", "buffer"]
-TensorList = list[tuple[str, Tensor | None]]
+NamedTensors = Mapping[str, Tensor | None]
+# The largest relative error that is still right, by the shortest type on the way. Ranks add in
+# another order than one device. In float32 that changes the last of 24 bits, and layers and steps
+# carry it on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest relative error that is still right, by the shortest type on the way.
-
-Ranks add in another order than one device. In float32 that changes the last of 24 bits, and layers
-and steps carry it on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
-"""
-
-
+# What gradients kept in a type may differ by whatever their size: float16 knows no number between
+# 0 and 2^-24, and a small gradient is rounded to such steps on both sides.
 FLOORS = {torch.float16: 2.0**-23}
-"""What gradients kept in a type may differ by whatever their size: float16 knows no number between
-0 and 2^-24, and a small gradient is rounded to such steps on both sides."""
 
 
 @dataclass
 class Parity:
-    """A running comparison: the number of tensors, the largest relative error, and the worst
-    tensor's name.
+    """A running comparison: how many tensors, the largest relative error, and the worst tensor.
 
-    Differences up to ``floor`` count as none. Gradients of the reference are counted too, and how
-    many of them are all zeros: two zeros are equal whatever went wrong before.
+    Differences up to ``floor`` count as none.
     """
 
     compared: int = 0
     max_rel_error: float = 0.0
     worst: str = ""
+    # Of the reference. Two zeros are equal whatever went wrong before.
     gradients: int = 0
     zero_gradients: int = 0
     floor: float = 0.0
 
     def compare_tensor(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
-        """Compare one tensor. A DTensor is gathered, so every rank must add the same tensors in the
-        same order.
-
-        Raises:
-            ValueError: one of the two is missing, or their shapes differ.
-        """
+        """Compare one tensor. A DTensor is gathered, so all ranks need the same order."""
         actual, expected = to_full_tensor(actual), to_full_tensor(expected)
         if actual is None or expected is None:
             missing = "distributed" if actual is None else "single-device"
@@ -72,82 +57,51 @@ class Parity:
             self.max_rel_error, self.worst = error, name
 
     def compare_leaves(self, name: str, actual: Any, expected: Any) -> None:
-        """Compare two outputs of any structure, such as a tuple or a dict of tensors, leaf by leaf.
-
-        Raises:
-            ValueError: the structures differ, or one of them has no tensor.
-        """
-        (left, shape), (right, wanted) = (
-            tree_flatten_with_path(actual),
-            tree_flatten_with_path(expected),
-        )
-        if shape != wanted:
-            raise ValueError(f"{name}: structure {shape} is not {wanted}")
+        """Compare two outputs of any structure, such as a dict of tensors, leaf by leaf."""
+        left, structure = tree_flatten_with_path(actual)
+        right, wanted = tree_flatten_with_path(expected)
+        if structure != wanted:
+            raise ValueError(f"{name}: structure {structure} is not {wanted}")
         if not count_leaves(expected):
             raise ValueError(f"{name} holds no tensor to compare")
         for (path, leaf), (_, other) in zip(left, right, strict=True):
             if isinstance(other, Tensor):
                 self.compare_tensor(f"{name}{keystr(path)}", leaf.detach(), other.detach())
 
-    def compare_named(
-        self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]
-    ) -> None:
-        """Compare two lists of named tensors. Raises ValueError where the names differ."""
-        left, right = dict(actual), dict(expected)
-        if left.keys() != right.keys():
-            raise ValueError(f"{prefix}: only on one side: {sorted(left.keys() ^ right.keys())}")
-        for name, tensor in left.items():
-            self.compare_tensor(f"{prefix} {name}", tensor, right[name])
+    def compare_named(self, prefix: str, actual: NamedTensors, expected: NamedTensors) -> None:
+        """Compare tensors by name; both sides must have the same names."""
+        if actual.keys() != expected.keys():
+            one_sided = sorted(actual.keys() ^ expected.keys())
+            raise ValueError(f"{prefix}: only on one side: {one_sided}")
+        for name, tensor in actual.items():
+            self.compare_tensor(f"{prefix} {name}", tensor, expected[name])
 
     def compare_models(
         self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
     ) -> None:
-        """Compare the tensors of one kind in two models, see ``tensors_by_name``, and count the
-        gradients.
-
-        Raises:
-            ValueError: the names differ; a parameter that is used has no gradient, or one that is
-                not used has one.
-        """
+        """Compare the tensors of one kind in two models, and count the gradients."""
         left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
-            unused = find_unused_parameters(expected)
-            touched = [
-                name
-                for name, tensor in left
-                if name in unused and tensor is not None and bool(tensor.any())
-            ]
-            if touched:
-                raise ValueError(
-                    f"the model does not use {', '.join(touched)}, which must have no gradient"
-                )
-            left, right = (
-                [pair for pair in pairs if pair[0] not in unused] for pairs in (left, right)
-            )
             self.count_gradients(expected, some_zeros=some_zeros)
+            for name in sorted(find_unused_parameters(expected)):
+                if _has_values(left.pop(name, None)):
+                    raise ValueError(f"the model does not use {name}, which must have no gradient")
+                right.pop(name, None)
         self.compare_named(what, left, right)
 
     def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
-        """Count the gradients of the parameters that a single-device model uses, and those that are
-        all zeros.
+        """Count the gradients of the parameters that a model uses, and those that are all zeros.
 
-        With ``some_zeros``, for models in which samples may skip a block, zeros count only if all
-        gradients are zeros.
+        With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are.
         """
-        unused = find_unused_parameters(reference)
-        used = [
-            gradient
-            for name, gradient in tensors_by_name(reference, "gradient")
-            if name not in unused
-        ]
-        zeros = [gradient is None or not bool(gradient.any()) for gradient in used]
+        gradients = tensors_by_name(reference, "gradient")
+        used = gradients.keys() - find_unused_parameters(reference)
+        zeros = [not _has_values(gradients[name]) for name in used]
         self.gradients += len(zeros)
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
 
     def largest_error(self) -> tuple[float, str]:
-        """Return the largest relative error on any rank, and the name of its tensor. A
-        collective.
-        """
+        """Return the largest relative error on any rank, and its tensor's name. A collective."""
         everyone = [(self.max_rel_error, self.worst)]
         if dist.is_initialized():
             everyone *= dist.get_world_size()
@@ -155,13 +109,7 @@ class Parity:
         return max(everyone, key=lambda pair: (math.isnan(pair[0]), pair[0]))
 
     def verdict(self, limit: float, expected: int) -> dict[str, Any]:
-        """Return the result over all ranks, the arguments of ``Session.finish_check``. A
-        collective.
-
-        ``limit`` is the largest relative error that still counts as equal, see ``LIMITS``;
-        ``expected`` is the number of tensors to compare, counted apart from the loop that compared
-        them.
-        """
+        """Return the result over all ranks, for ``Session.finish_check``. A collective."""
         error, worst = self.largest_error()
         alive = self.gradients > 0 and self.zero_gradients == 0
         return {
@@ -172,34 +120,31 @@ class Parity:
             "limit": limit,
             "worst": worst,
             "gradients_alive": alive,
+            # ``expected`` was counted apart from the loop that compared.
             "ok": 0 < self.compared == expected and error <= limit and alive,
         }
 
 
-def tensors_by_name(model: nn.Module, what: TensorKind) -> TensorList:
-    """Return a model's tensors of one kind by name, without the prefixes of wrappers.
+def _has_values(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.any())
 
-    Gradients are those of all trained parameters; None where one is missing.
-    """
+
+def tensors_by_name(model: nn.Module, what: TensorKind) -> dict[str, Tensor | None]:
+    """Return a model's tensors of one kind by name; a trained parameter may lack its gradient."""
     if what == "buffer":
-        return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
-    named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        return {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     if what == "parameter":
-        return [(name, parameter.detach()) for name, parameter in named]
-    return [(name, parameter.grad) for name, parameter in named if parameter.requires_grad]
+        return {name: parameter.detach() for name, parameter in named.items()}
+    return {name: each.grad for name, each in named.items() if each.requires_grad}
 
 
 def find_unused_parameters(model: nn.Module) -> set[str]:
-    """Return the names of trained parameters that a LabModel leaves out of its forward pass on
-    purpose.
-    """
+    """Return the names of trained parameters that a LabModel leaves out of its forward pass."""
     unused = model.unused_modules() if isinstance(model, LabModel) else []
     numbers = {id(parameter) for module in unused for parameter in module.parameters()}
-    return {
-        plain_name(name)
-        for name, p in model.named_parameters()
-        if p.requires_grad and id(p) in numbers
-    }
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return {plain_name(name) for name, each in trained if id(each) in numbers}
 
 
 def count_tensors(model: nn.Module, *kinds: TensorKind) -> int:
@@ -219,19 +164,15 @@ def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 
 def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of a whole tensor, sharded like ``like``.
-
-    It is cut from this rank's own tensor; torch's default would send rank 0's.
-    """
-    return distribute_tensor(
-        tensor, like.device_mesh, like.placements, src_data_rank=None
-    ).to_local()
+    """Return this rank's part of a whole tensor, sharded like ``like``."""
+    # Cut it from this rank's own tensor; torch's default would send rank 0's.
+    placed = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local()
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Return the largest absolute difference beyond ``floor`` over the largest absolute value
-    expected; nan and inf stay.
-    """
+    """Return the largest difference beyond ``floor`` over the largest absolute value expected."""
+    # So one number serves weights, gradients and outputs of any scale.
     difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
     scale = expected.double().abs().max().item()
     if difference == 0 and not math.isnan(scale):
@@ -240,19 +181,15 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 
 
 def seed_and_copy(model: ModelType, seed: int) -> ModelType:
-    """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy for
-    comparison.
-    """
+    """Make a model's parameters non-degenerate, and return a copy for comparison."""
     seed_parameters(model, seed)
     return copy.deepcopy(model)
 
 
-def seed_parameters(model: nn.Module, seed: int, spread: float = 0.2) -> None:
-    """Add seeded noise to every parameter, so that no two channels are equal and no bias, norm or
-    scale is neutral.
-    """
+def seed_parameters(model: nn.Module, seed: int) -> None:
+    """Add seeded noise to every parameter: no two channels are equal, and no bias is neutral."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * spread
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.add_(noise.to(parameter.device))

@@ -22,7 +22,7 @@ from labkit.parity.training import LIMITS, Parity, count_tensors
 FLOAT32_LIMIT = LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
 # Shards by name, each a DTensor.
-NamedShards = list[tuple[str, Tensor]]
+NamedShards = dict[str, Tensor]
 # A context for the forward and the backward pass, such as the compiler's.
 BackwardContext = Callable[[], AbstractContextManager[None]]
 
@@ -36,32 +36,21 @@ def compare_mesh_training(
     *,
     compile: bool,
 ) -> dict[str, Any]:
-    """Train on the mesh and on one device, which plays the rows of axis ``data`` in turn, and
-    compare. A collective.
+    """Train on the mesh and on one device, and compare what every step leaves. A collective.
 
-    Every step's output, gradients and updated parameters are compared. ``build`` makes the model,
-    equal every time; ``apply`` puts it on the mesh, whose axis ``data`` divides the samples. Called
-    with ``compile=True`` it compiles the model too; that version is compared with the eager one.
-
-    Returns:
-        The arguments of ``Session.finish_check``: the number of tensors compared and the largest
-        relative error against one device; with ``compile`` also the largest error against eager,
-        and how many graphs and backward passes were compiled. Both must be above 0; backward passes
-        only for ``PlainParameters``, whose gradients DDP averages.
+    One device plays the rows of axis ``data``, which divides the samples, in turn. ``build`` makes
+    the model, equal every time; ``apply(model)`` puts it on the mesh. With ``compile``, the result
+    of ``apply(model, compile=True)`` is compared with one device and with the eager version.
     """
     line, found, between = mesh["data"].get_local_rank(), Parity(), Parity()
 
     def train_and_compare(
         name: str, model: nn.Module, backward: BackwardContext = contextlib.nullcontext
     ) -> list[NamedShards]:
-        one_device, optimizer = (
-            OneDevice(lambda _: build(), mesh["data"].size(), device=device),
-            make_sgd(model),
-        )
-        reference, results = one_device.copies[line], []
+        one_device = OneDevice(lambda _: build(), mesh["data"].size(), device=device)
+        optimizer, reference, results = make_sgd(model), one_device.copies[line], []
         for index in range(steps):
             inputs = draw_samples(reference, device, index, line)
-            expected = reference(*inputs).detach()
             one_device.train_step(index)
             found.count_gradients(reference)
             optimizer.zero_grad()
@@ -69,41 +58,31 @@ def compare_mesh_training(
                 output = model(*inputs)
                 reference.get_loss(inputs, output).backward()
             optimizer.step()
-            results.append([("output", output.detach()), *gradients_and_parameters(model)])
-            compare_quietly(
-                found,
-                f"{name}, step {index},",
-                results[-1],
-                [("output", expected), *gradients_and_parameters(reference)],
-            )
+            results.append(_step_results(output, model))
+            expected = _step_results(one_device.outputs[line], reference)
+            compare_quietly(found, f"{name}, step {index},", results[-1], expected)
         return results
 
-    # Not inside fused(), where DDP would not use its own reducer.
+    # Not inside fuse_all_reduces(), where DDP would not use its own reducer.
     eager = train_and_compare("eager", apply(build()))
     expected = steps * (1 + count_tensors(build(), "gradient", "parameter"))
     if not compile:
         return found.verdict(FLOAT32_LIMIT, expected)
     with fuse_all_reduces():
-        before, model = (
-            (count_compiled_graphs(), count_traced_backwards()),
-            apply(build(), compile=True),
-        )
-        # Afterwards DDP averages in the backward pass, which is compiled.
+        graphs, backwards = count_compiled_graphs(), count_traced_backwards()
+        model = apply(build(), compile=True)
+        # DDP averages their gradients in the backward pass, which is then compiled too.
         replicated = isinstance(model, PlainParameters)
-        compiled = train_and_compare(
-            "compiled", model, compile_backward if replicated else contextlib.nullcontext
-        )
+        context = compile_backward if replicated else contextlib.nullcontext
+        compiled = train_and_compare("compiled", model, context)
         for index, (result, uncompiled) in enumerate(zip(compiled, eager, strict=True)):
             compare_quietly(between, f"step {index},", result, uncompiled)
-        graphs, backwards = (
-            count_compiled_graphs() - before[0],
-            count_traced_backwards() - before[1],
-        )
-    verdict, (against_eager, _) = (
-        found.verdict(FLOAT32_LIMIT, 2 * expected),
-        between.largest_error(),
-    )
+        graphs = count_compiled_graphs() - graphs
+        backwards = count_traced_backwards() - backwards
+    verdict = found.verdict(FLOAT32_LIMIT, 2 * expected)
+    against_eager, _ = between.largest_error()
     equal = between.compared == expected and against_eager <= FLOAT32_LIMIT
+    # Only PlainParameters have gradients that DDP averages.
     enough = graphs > 0 and (backwards > 0 or not replicated)
     return verdict | {
         "compiled_vs_eager": against_eager,
@@ -114,9 +93,7 @@ def compare_mesh_training(
 
 
 def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: NamedShards) -> None:
-    """Compare tensors without torch's warning that gathering along two axes is slow. A
-    collective.
-    """
+    """Compare tensors without torch's warning that gathering along two axes is slow."""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -126,27 +103,22 @@ def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: N
         logger.setLevel(level)
 
 
-def gradients_and_parameters(model: nn.Module) -> NamedShards:
-    """Return copies of a model's gradients and parameters.
+def _step_results(output: Tensor, model: nn.Module) -> NamedShards:
+    return {"output": output.detach(), **gradients_and_parameters(model)}
 
-    Raises:
-        ValueError: a parameter has no gradient.
-    """
-    inner = model.model if isinstance(model, PlainParameters | TensorParallelPairs) else model
-    assert isinstance(inner, nn.Module)
-    found: NamedShards = []
+
+def gradients_and_parameters(model: nn.Module) -> NamedShards:
+    """Return copies of a model's gradients and parameters, all of which must be there."""
+    wrapper = model if isinstance(model, PlainParameters | TensorParallelPairs) else None
+    inner = wrapper.model if wrapper else model
+    found: NamedShards = {}
     for what in ("gradient", "parameter"):
         tensors = training.tensors_by_name(inner, what)
-        without = [name for name, tensor in tensors if tensor is None]
+        without = [name for name, tensor in tensors.items() if tensor is None]
         if without or not tensors:
-            raise ValueError(
-                f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}"
-            )
-        shards = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
-        whole = (
-            model.as_dtensors(shards)
-            if isinstance(model, PlainParameters | TensorParallelPairs)
-            else shards
-        )
-        found += [(f"{what} {name}", tensor) for name, tensor in whole.items()]
+            names = ", ".join(without) or "no parameters"
+            raise ValueError(f"nothing to compare: no gradient for {names}")
+        shards = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        whole = wrapper.as_dtensors(shards) if wrapper else shards
+        found |= {f"{what} {name}": tensor for name, tensor in whole.items()}
     return found

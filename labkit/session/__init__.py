@@ -1,3 +1,1 @@
-"""What runs inside a rank: the session and its measurements. Rank programs import it as
-labkit.rank.
-"""
+"""What runs inside a rank. Rank programs import it as labkit.rank."""

@@ -1,5 +1,4 @@
-"""The rank program behind ``%%torchrun``: runs a notebook cell on this rank, as a script of its
-own.
+"""The rank program behind ``%%torchrun``: runs a notebook cell on this rank, as its own script.
 
 The notebook's side is launcher/magic.py. It sends the cell's text and the names listed after --use.
 The value of the cell's last expression is kept with the run, as text named ``value``.
@@ -25,19 +24,16 @@ from labkit.runs.folder import RunFolder, write_json, write_text
 from labkit.session.payload import load_payload
 from labkit.session.session import batch_schedule_new_threads
 
+# What tracebacks and stacks call the cell.
 CELL_NAME = "<cell>"
-"""What tracebacks and stacks call the cell."""
 VALUE_ARTIFACT = "value"
 MAX_LINE_LENGTH = 110
 
 
 def main() -> None:
     """Run the cell, and keep the value of its last expression."""
-    # Copies, because the cell may change these names.
-    folder, rank = (
-        RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
-        int(os.environ["RANK"]),
-    )
+    # The cell may change the environment and the names, so they are read before.
+    folder, rank = RunFolder(Path(os.environ[ENV_RUN_FOLDER])), int(os.environ["RANK"])
     kept = folder.artifact(rank, VALUE_ARTIFACT)
     # On GPUs the cell decides where it computes.
     if rank == 0 and not torch.cuda.is_available():
@@ -45,15 +41,10 @@ def main() -> None:
         write_json(folder.session_json, machine | {"torch": torch.__version__})
     names = {"torch": torch, "dist": dist} | load_payload()
     text = names.pop(CELL_NAME)
-    linecache.cache[CELL_NAME] = (
-        len(text),
-        None,
-        [f"{line}\n" for line in text.split("\n")],
-        CELL_NAME,
-    )
-    module = types.ModuleType("__main__")
+    lines = [f"{line}\n" for line in text.split("\n")]
+    linecache.cache[CELL_NAME] = (len(text), None, lines, CELL_NAME)
     # pickle and dataclasses look up the cell's definitions in __main__.
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
     vars(module).update(names)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # This covers the threads of every process group that the cell creates.
@@ -64,10 +55,7 @@ def main() -> None:
 
 
 def execute_cell(text: str, names: dict[str, Any]) -> Any:
-    """Execute code, and return the value of its last statement.
-
-    Returns None if that statement is no expression, or ends in a semicolon.
-    """
+    """Execute code, and return the value of a last expression that ends in no semicolon."""
     tree = ast.parse(text, CELL_NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, CELL_NAME, "exec"), names)
@@ -80,12 +68,8 @@ def execute_cell(text: str, names: dict[str, Any]) -> Any:
 def ends_in_semicolon(text: str) -> bool:
     """Tell whether the code ends in a semicolon; comments after it do not count."""
     empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in empty
-    ]
-    return bool(tokens) and tokens[-1].string == ";"
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type not in empty][-1:] == [";"]
 
 
 if __name__ == "__main__":

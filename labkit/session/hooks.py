@@ -25,13 +25,7 @@ def device_kind_and_name(device: torch.device) -> tuple[str, str]:
 
 @dataclass
 class SessionHooks:
-    """The replaceable parts of a session.
-
-    Attributes:
-        make_meter: returns the Meter of a session, which runs, times and traces its steps.
-        device_kind_and_name: returns what session.json says about the device.
-        pins_cores: whether a rank on the CPU stays on its own share of the cores.
-    """
+    """The Meter of a session, the device in session.json, and whether CPU ranks keep to cores."""
 
     make_meter: Callable[[RecordWriter, torch.device], Meter] = Meter
     device_kind_and_name: Callable[[torch.device], tuple[str, str]] = device_kind_and_name

@@ -3,7 +3,8 @@
 import contextlib
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from labkit.errors import MemoryCapExceeded
 MIB = 2**20
 ALLOCATION_ERROR_TEXTS = (
     *("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation"),
-    *("could not create a memory", "could not create a primitive"),  # oneDNN's
+    # oneDNN's
+    *("could not create a memory", "could not create a primitive"),
 )
 
 
@@ -25,56 +27,44 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     all writable memory: tensors, but also the stacks of threads, 8 MiB each.
 
     Raises:
-        MemoryCapExceeded: an allocation went beyond the limit. The message says how much was asked
-            for, if torch says so.
+        MemoryCapExceeded: an allocation went beyond the limit; says how much, if torch says so.
         ValueError: the device is a CPU, and the system is not Linux.
     """
     if mib is None:
         yield
         return
-    with _cap_gpu_memory(mib, device) if device.type == "cuda" else _cap_cpu_memory(mib):
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            # A GPU's OutOfMemoryError is a RuntimeError.
-            said = str(error).strip().splitlines()
-            short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            if not short and not any(word in str(error) for word in ALLOCATION_ERROR_TEXTS):
-                raise
-            raise MemoryCapExceeded(
-                f"more than its cap of {mib} MiB was needed"
-                f" ({said[0] if said else type(error).__name__}): shard over more ranks, keep less"
-                " (checkpointing, a smaller batch or image), or raise memory_cap_mib"
-            ) from error
-
-
-@contextlib.contextmanager
-def _cap_gpu_memory(mib: int, device: torch.device) -> Iterator[None]:
-    total = torch.cuda.get_device_properties(device).total_memory
-    held = torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (held + mib * MIB) / total), device)
+    remove_limit = _set_limit(mib, device)
     try:
         yield
+    except (RuntimeError, MemoryError) as error:
+        # A GPU's OutOfMemoryError is a RuntimeError.
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not short and not any(text in str(error) for text in ALLOCATION_ERROR_TEXTS):
+            raise
+        said, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise MemoryCapExceeded(
+            f"more than its cap of {mib} MiB was needed ({said}): shard over more ranks, keep"
+            " less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
+        ) from error
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        remove_limit()
 
 
-@contextlib.contextmanager
-def _cap_cpu_memory(mib: int) -> Iterator[None]:
+def _set_limit(mib: int, device: torch.device) -> Callable[[], None]:
+    """Limit the memory of this process, and return the function that removes the limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved(device)
+        set_fraction = torch.cuda.set_per_process_memory_fraction
+        set_fraction(min(1.0, (held + mib * MIB) / total), device)
+        return partial(set_fraction, 1.0, device)
     if sys.platform != "linux":
         raise ValueError(
             f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out"
         )
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_writable_bytes() + mib * MIB, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _writable_bytes() -> int:
-    """Return the bytes that count towards RLIMIT_DATA now."""
+    # VmData is what counts towards RLIMIT_DATA.
     lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
-    return int(kib) * 1024
+    (held_kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held_kib * 1024 + mib * MIB, before[1]))
+    return partial(resource.setrlimit, resource.RLIMIT_DATA, before)

@@ -8,37 +8,38 @@ in one more step, which is not timed. The clock is a CUDA event timer on a GPU, 
 from __future__ import annotations
 
 import contextlib
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from labkit import torch_private
 from labkit.runs.folder import RunFolder
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
+from labkit.session import timeline
 from labkit.session.traffic import CommunicationCounter
 
+# labkit's names for those of torch's trackers that have spaces and short forms of them.
 CATEGORY_NAMES = {
     "sharded param": "parameter",
     "unsharded param": "unsharded_parameter",
     "sharded grad": "gradient",
     "unsharded grad": "unsharded_gradient",
 }
-"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 
 class Step:
-    """One training step.
-
-    Attributes:
-        index: -1 in warm-up; timed steps count from 0; the last step is traced, not timed.
-        timed: whether the spans of this step are recorded.
-    """
+    """One training step, whose spans are recorded if it is timed."""
 
     def __init__(self, index: int, timed: bool, meter: Meter):
+        # The index is -1 in warm-up; timed steps count from 0, and traced ones from their number.
         self.index, self.timed, self._meter = index, timed, meter
         self._spans: list[tuple[str, Any, Any]] = []
         self._scalars: list[tuple[str, Any, str, int]] = []
@@ -53,53 +54,35 @@ class Step:
     def record_scalar(
         self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
     ) -> None:
-        """Record one number, such as the loss. A tensor is read only after the step.
-
-        Args:
-            name: the name of the number.
-            value: the number.
-            unit: its unit.
-            before: the number of steps that an earlier run had trained. This run continues it, and
-                the record's step counts on from there.
-        """
-        self._scalars.append(
-            (
-                name,
-                value.detach() if isinstance(value, Tensor) else value,
-                unit,
-                self.index + before,
-            )
-        )
+        """Record one number after the step; ``before`` steps were in a run that this continues."""
+        kept = value.detach() if isinstance(value, Tensor) else value
+        self._scalars.append((name, kept, unit, self.index + before))
 
     def write_records(self) -> None:
         """Write this step's records. Waits for the device."""
-        self._meter.synchronize()
+        meter = self._meter
+        meter.synchronize()
         for name, start, end in self._spans if self.timed else []:
-            start_us, dur_us = self._meter.start_and_duration_us(start, end)
-            self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
+            start_us, dur_us = meter.start_and_duration_us(start, end)
+            meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
         for name, value, unit, index in self._scalars:
-            if self._meter.can_read(value):
-                self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
+            meter.write_scalar(name, index, value, unit)
 
 
 class Meter:
-    """Times and traces the steps of one rank, and writes the records with ``writer``.
+    """Times and traces the steps of one rank, and writes the records with ``writer``."""
 
-    The clock depends on ``device``.
-
-    Attributes:
-        tensors_have_values: whether the numbers in a tensor can be read.
-    """
-
+    # Whether the numbers in a tensor can be read.
     tensors_have_values: ClassVar[bool] = True
 
     def __init__(self, writer: RecordWriter, device: torch.device):
         self.writer, self.device = writer, device
         self._origin = self.mark_time()
 
-    def can_read(self, value: Tensor | float) -> bool:
-        """Tell whether this value can be read now, and recorded."""
-        return self.tensors_have_values or not isinstance(value, Tensor)
+    def write_scalar(self, name: str, step: int, value: Tensor | float, unit: str) -> None:
+        """Record one number, unless it is in a tensor that has no values."""
+        if self.tensors_have_values or not isinstance(value, Tensor):
+            self.writer.write("scalar", name, step, value=float(value), unit=unit)
 
     def mark_time(self) -> Any:
         """Return the present time: a CUDA event on a GPU, seconds on a CPU."""
@@ -110,9 +93,7 @@ class Meter:
         return event
 
     def start_and_duration_us(self, start: Any, end: Any) -> tuple[float, float]:
-        """Return when the first of two times was, from the meter's creation, and how long after it
-        the second. The device must have reached both.
-        """
+        """Return ``start``, from the meter's creation, and the time from ``start`` to ``end``."""
         if self.device.type == "cuda":
             return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
         return (start - self._origin) * 1e6, (end - start) * 1e6
@@ -132,29 +113,19 @@ class Meter:
         mesh: DeviceMesh | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
-        """Run a loop body as measured training steps: ``warmup`` unrecorded steps, ``count`` timed
-        ones, then traced ones.
+        """Run a loop body as training steps: ``warmup`` unrecorded, ``count`` timed, then traced.
 
-        With ``units``, the first traced step is profiled: its timeline becomes records, and its raw
-        trace goes into the run's folder. The last step records communication and, for the models
-        and optimizers in ``track``, memory by category. So the loop body runs ``warmup + count +
-        1`` times, or once more.
-
-        Args:
-            count: the number of timed steps.
-            warmup: the number of steps before them.
-            track: the models and optimizers whose memory is followed.
-            units: modules, by the names that the timeline shows for them.
-            mesh: a collective along one of its axes is also counted for this axis, as
-                ``tp/all_reduce``.
-            after: called after each step, once its records are written; it is not measured.
+        ``units`` are modules by name; with them, one step is profiled, and its timeline becomes
+        records. The last step records communication, also along each axis of ``mesh`` (as
+        ``tp/all_reduce``), and the memory of the models and optimizers in ``track``. ``after`` is
+        called after each step, and not measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
             self.synchronize()
-            if torch.distributed.is_initialized():
-                # no rank may pay in its step for another's earlier delay
-                torch.distributed.barrier()
+            if dist.is_initialized():
+                # No rank may pay in its step for another's earlier delay.
+                dist.barrier()
             if index == 0 and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             step = Step(index, index >= 0, self)
@@ -162,31 +133,30 @@ class Meter:
                 yield step
             step.write_records()
             after()
-        self._write_peaks(count)
+        peaks = {"resident": resident_peak_bytes()}
+        if self.device.type == "cuda":
+            peaks = {
+                "max_allocated": torch.cuda.max_memory_allocated(self.device),
+                "max_reserved": torch.cuda.max_memory_reserved(self.device),
+            }
+        for name, size in peaks.items():
+            self.writer.write("memory", name, count, bytes=size)
         if units:
-            yield from self._step_with_profile(count, units)
+            folder = self.writer.folder
+            path = folder and RunFolder(folder).trace(self.writer.rank)
+            with timeline.profile_step(path, units=units, device=self.device.type) as recording:
+                yield Step(count, False, self)
+            timeline.write_profile(recording, self.writer, count)
             after()
         yield from self.step_with_counts(count, track, mesh)
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Run a loop body without measuring, for a check: at most ``most`` steps.
+        """Run at most ``most`` steps without measuring, for a check.
 
         Takes the arguments of ``steps``, so that a program can use one loop for both.
         """
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
-
-    def _step_with_profile(
-        self, index: int, units: Mapping[str, Sequence[nn.Module]]
-    ) -> Iterator[Step]:
-        # This imports the profiler.
-        from labkit.session import timeline
-
-        step, folder = Step(index, False, self), self.writer.folder
-        path = folder and RunFolder(folder).trace(self.writer.rank)
-        with timeline.profile_step(path, units=units, device=self.device.type) as recording:
-            yield step
-        timeline.write_profile(recording, self.writer, index)
 
     def step_with_counts(
         self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
@@ -198,12 +168,8 @@ class Meter:
             yield step
             at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
         step.write_records()
-        memory = (
-            {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end}
-            if tracker
-            else {}
-        )
-        for moment, amounts in memory.items():
+        at_peak = bytes_by_category(tracker, "peak", self.device) if tracker else {}
+        for moment, amounts in (("peak", at_peak), ("end", at_end)):
             for name, amount in amounts.items():
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
 
@@ -211,65 +177,37 @@ class Meter:
     def count_traffic(
         self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
     ) -> Iterator[None]:
-        """Count the communication of the step inside the block, and record it at the end.
-
-        Args:
-            index: of the step.
-            track: the models and optimizers whose memory is followed.
-            tracker: torch's memory tracker, already active; None to track no memory.
-            mesh: as for ``steps``.
-        """
+        """Count the communication of the step inside the block, and record it at the end."""
         with let_gloo_free_tensors(), CommunicationCounter(mesh) as counter:
             yield
         write_traffic(self.writer, counter, index)
-
-    def _write_peaks(self, index: int) -> None:
-        if self.device.type == "cuda":
-            self.writer.write(
-                "memory", "max_allocated", index, bytes=torch.cuda.max_memory_allocated(self.device)
-            )
-            self.writer.write(
-                "memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device)
-            )
-        else:
-            self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
 
 
 def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: int) -> None:
     """Write the counts of a step as records."""
     for axis, sent in counter.along.items():
-        for (name, size, hosts), count in sorted(sent.calls.items()):
+        for key, count in sorted(sent.calls.items()):
+            name, size, hosts = key
             group = {"axis": axis, "group_size": size, "hosts": hosts}
-            writer.write(
-                "comm", name, index, **group, count=count, bytes=sent.input_bytes[name, size, hosts]
-            )
+            writer.write("comm", name, index, **group, count=count, bytes=sent.input_bytes[key])
 
 
 @contextlib.contextmanager
 def let_gloo_free_tensors() -> Iterator[None]:
-    """Pause for a moment after each wait, so that gloo's thread can release the tensors it sent.
-
-    That thread holds them until it runs again. Where ranks outnumber cores, this may be much later
-    in the step, and the memory peak would depend on it.
-    """
-    # The type of a result that DTensor has not waited for yet.
-    from labkit.torch_private import AsyncCollectiveTensor as InFlight
-
-    # not functional.wait_tensor: compiled programs are traced through it, and would be compiled
-    # anew
+    """Pause for 2 ms after each wait, so that gloo's thread can release the tensors it sent."""
+    # It holds them until it runs again. Where ranks outnumber cores, this may be much later in the
+    # step, and the memory peak would depend on it.
+    in_flight = torch_private.AsyncCollectiveTensor
+    # Not functional.wait_tensor, through which compiled programs are traced: they would be
+    # compiled again.
+    waits = ((dist.Work, "wait"), (in_flight, "wait"), (in_flight, "trigger_wait"))
     with contextlib.ExitStack() as stack:
-        for owner, name in (
-            (torch.distributed.Work, "wait"),
-            (InFlight, "wait"),
-            (InFlight, "trigger_wait"),
-        ):
-            stack.enter_context(patch_attribute(owner, name, add_pause))
+        for owner, name in waits:
+            stack.enter_context(patch.object(owner, name, _add_pause(getattr(owner, name))))
         yield
 
 
-def add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, which then takes 2 ms longer."""
-
+def _add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
     def wait_and_pause(*args: Any, **kwargs: Any) -> Any:
         result = wait(*args, **kwargs)
         time.sleep(0.002)
@@ -278,65 +216,38 @@ def add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
     return wait_and_pause
 
 
-@contextlib.contextmanager
-def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method of a class by ``wrapper(method)`` inside the block."""
-    original = getattr(owner, name)
-    setattr(owner, name, wrapper(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def make_memory_tracker(track: Sequence[Any]) -> Any:
-    """Return a context that follows every tensor of these models and optimizers.
-
-    FSDP2 has memory categories of its own, so it gets torch's FSDP tracker.
-    """
-    # A program that has not imported FSDP has no tensors sharded by it.
+    """Return a context that follows every tensor of these models and optimizers."""
+    # FSDP2 has memory categories of its own. A program that has not imported it has no such model.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
-    if sharded is not None:
-        from labkit.torch_private import FSDPMemTracker
-
-        optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
-        tracker: Any = FSDPMemTracker(sharded, optimizer)
-        # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third
-        # of a step that computes nothing
-        tracker.memory_tracking = {}
-        watch = tracker._fsdp_state_pre_forward
-        tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(
-            tracker, watch(unit, begin), unit
-        )
+    if sharded is None:
+        # Importing this tracker imports the compiler, which takes each rank 0.5 s.
+        tracker: Any = torch_private.MemTracker()
+        tracker.track_external(*track)
+        tracker._pre_fw_hook = allow_second_forward(tracker, tracker._pre_fw_hook)
         return tracker
-    # This imports the compiler, which takes each rank 0.5 s.
-    from labkit.torch_private import (
-        MemTracker,
+    optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
+    tracker = torch_private.FSDPMemTracker(sharded, optimizer)
+    # A dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of
+    # a step that computes nothing.
+    tracker.memory_tracking = {}
+    watch = tracker._fsdp_state_pre_forward
+    tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(
+        tracker, watch(unit, begin), unit
     )
-
-    tracker = MemTracker()
-    tracker.track_external(*track)
-    tracker._pre_fw_hook = allow_second_forward(tracker, tracker._pre_fw_hook)
     return tracker
 
 
 def allow_second_forward(
     tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None
 ) -> Callable[..., Any]:
-    """Return a tracker's hook before a module's forward pass that allows several batches in a step.
-
-    torch's trackers also keep statistics for each module, assume one batch in a step, and refuse a
-    second forward pass (a reviewer asks about it in pytorch/pytorch#125323). Nothing here reads
-    these statistics, so they are dropped before the model runs again.
-
-    Args:
-        tracker: torch's tracker.
-        hook: the tracker's own hook.
-        module: the module that the hook is for; None if the hook's first argument is the module.
-    """
+    """Return a tracker's pre-forward hook, for ``module`` or all, that allows several batches."""
 
     def reset_and_run(*args: Any, **kwargs: Any) -> Any:
+        # torch's trackers also keep statistics for each module, which are not used here, and
+        # refuse a second forward pass (a reviewer asks about it in pytorch/pytorch#125323). So
+        # they are dropped before the model runs again.
         modules = tracker._mod_tracker
         own = modules.get_known_fqn(module or args[0])
         if not modules.is_bw and not set(modules.parents) - {own, "Global"}:
@@ -347,18 +258,11 @@ def allow_second_forward(
 
 
 def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
-    """Return the bytes of each category at a moment, and their sum as ``total``.
-
-    Args:
-        tracker: from ``make_memory_tracker``.
-        moment: "peak", when the sum was largest, or "current".
-        device: the device whose memory counts.
-    """
-    snapshots = tracker.get_tracker_snapshot(moment)
-    snapshot: dict[Any, int] = next(
-        (amounts for where, amounts in snapshots.items() if where.type == device.type), {}
-    )
-    return {category_name(reftype): int(amount) for reftype, amount in snapshot.items()}
+    """Return each category's bytes, and their ``total``, at a moment: "peak" or "current"."""
+    for where, amounts in tracker.get_tracker_snapshot(moment).items():
+        if where.type == device.type:
+            return {category_name(reftype): int(amount) for reftype, amount in amounts.items()}
+    return {}
 
 
 def category_name(reftype: Any) -> str:
@@ -369,7 +273,5 @@ def category_name(reftype: Any) -> str:
 
 def resident_peak_bytes() -> int:
     """Return the most RAM that this process has held so far, in bytes."""
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -23,6 +23,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from labkit.config import build_config
 from labkit.config_options import parse_argv
 from labkit.environment import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER
@@ -35,18 +37,18 @@ ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
 _replacements_not_called: set[str] = set()
 
 
+def current_run_folder() -> RunFolder | None:
+    """Return the folder of labkit's run that this rank belongs to; None under a bare torchrun."""
+    path = os.environ.get(ENV_RUN_FOLDER)
+    return RunFolder(Path(path)) if path else None
+
+
 def load_config(config_class: type[ConfigType]) -> ConfigType:
-    """Build this program's Config from run.json, or from the command line.
-
-    A command line that is not empty wins, because a rank may start another program.
-
-    Raises:
-        ParameterError: ``Config.__post_init__`` refuses the values.
-    """
-    folder = os.environ.get(ENV_RUN_FOLDER)
+    """Build this program's Config from run.json or the command line; it may refuse the values."""
+    folder = current_run_folder()
+    # A command line that is not empty wins, because a rank may start another program.
     if folder and not sys.argv[1:]:
-        params = read_json(RunFolder(Path(folder)).run_json).get("params", {})
-        return build_config(config_class, params)
+        return build_config(config_class, read_json(folder.run_json).get("params", {}))
     return parse_argv(config_class, sys.argv[1:])
 
 
@@ -74,43 +76,34 @@ def check_replacements_called() -> None:
     """Raise ValueError if a replacement was never called: the run says nothing about it."""
     if _replacements_not_called:
         names = ", ".join(sorted(_replacements_not_called))
-        raise ValueError(
-            f"use= gave {names}, and this run never called it: "
-            "choose parameters with which it is used"
-        )
+        fix = "choose parameters with which it is used"
+        raise ValueError(f"use= gave {names}, and this run never called it: {fix}")
 
 
 def load_payload() -> dict[str, Any]:
     """Return everything that the notebook sent to this run, by name; {} under a bare torchrun."""
-    if ENV_RUN_FOLDER not in os.environ:
+    folder = current_run_folder()
+    if not folder or not folder.payload.exists():
         return {}
-    path = RunFolder(Path(os.environ[ENV_RUN_FOLDER])).payload
-    if not path.exists():
-        return {}
-    return unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, ""))
+    return unpack_payload(folder.payload, os.environ.get(ENV_PAYLOAD_SHA256, ""))
 
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """Unpack what ``payload_pickling.pack_payload`` packed.
+    """Unpack what ``payload_pickling.pack_payload`` packed, if it has this SHA-256 digest.
 
-    Unpickling can import whatever the notebook can; tracebacks show the notebook's lines.
-
-    Args:
-        path: the payload file.
-        digest: SHA-256 of what the notebook packed, received through the environment.
+    Unpickling can import whatever the notebook can, and tracebacks show the notebook's lines.
 
     Raises:
         LabError: the file has another digest; nothing was unpickled.
     """
     packed = path.read_bytes()
-    # another user may have replaced the file, and unpickling runs code
+    # Another user may have replaced the file, and unpickling runs code.
     if sha256(packed).hexdigest() != digest:
-        fix = (
-            "run again, from a folder in which nobody else can write "
-            f"(or pass on {ENV_PAYLOAD_SHA256} to the ranks)"
+        raise LabError(
+            f"{path} is not what the notebook gave to this run: run again, from a folder in which"
+            f" nobody else can write (or pass on {ENV_PAYLOAD_SHA256} to the ranks)"
         )
-        raise LabError(f"{path} is not what the notebook gave to this run: {fix}")
     file = io.BytesIO(packed)
     place = pickle.load(file)
     sys.path += [folder for folder in place["path"] if folder not in sys.path]
@@ -121,26 +114,20 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
 
 
 def report(**values: Any) -> None:
-    """Send small values to the notebook, by name: tensors, numbers, text
-    (``result.ranks[i].reported``).
+    """Send tensors, numbers and text to the notebook, as ``result.ranks[i].reported``.
 
     A later call adds to an earlier one. Under a bare torchrun the values are printed.
-
-    Raises:
-        TypeError: a value is not tensors, numbers, text, or lists, tuples and dicts of these.
     """
-    import torch
-
-    if ENV_RUN_FOLDER not in os.environ:
+    folder = current_run_folder()
+    if not folder:
         print("\n".join(f"{name} = {value!r}" for name, value in values.items()))
         return
-    path = RunFolder(Path(os.environ[ENV_RUN_FOLDER])).report(int(os.environ["RANK"]))
+    path = folder.report(int(os.environ["RANK"]))
     before = torch.load(path, weights_only=True) if path.exists() else {}
+    copies = {name: plain_data_copy(value, name) for name, value in values.items()}
     unfinished = path.with_suffix(".part")
     with private_files.open_file(unfinished, "wb") as file:
-        torch.save(
-            before | {name: plain_data_copy(value, name) for name, value in values.items()}, file
-        )
+        torch.save(before | copies, file)
     unfinished.replace(path)
 
 
@@ -150,16 +137,13 @@ def plain_data_copy(value: Any, name: str) -> Any:
     Raises:
         TypeError: a value is not plain data.
     """
-    import torch
-
+    copy = functools.partial(plain_data_copy, name=name)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     if isinstance(value, dict):
-        return {
-            plain_data_copy(key, name): plain_data_copy(each, name) for key, each in value.items()
-        }
+        return {copy(key): copy(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data_copy(each, name) for each in value]
+        return [copy(each) for each in value]
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta:

@@ -25,9 +25,7 @@ IO_BASE_TYPE: Any = io.IOBase.__mro__[1]
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process with this exit status, after its threads, atexit functions and open
-    files.
-    """
+    """End this process with this status, after its threads, atexit functions and open files."""
     try:
         for last in (threading._shutdown, atexit._run_exitfuncs, flush_open_files):  # type: ignore[attr-defined]
             try:
@@ -61,7 +59,8 @@ def flush_open_files() -> None:
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if IO_BASE_TYPE in kind.__mro__}
     files = [each for each in objects if type(each) in kinds]
-    files.sort(key=_flush_order)
+    # A compressed file may lie under text, and a plain one under either.
+    files.sort(key=lambda file: (not isinstance(file, io.TextIOBase), not _is_compressed(file)))
     for file in [*files, sys.stdout, sys.stderr]:
         # The stream is closed, its pipe has no reader, or the disk is full.
         with contextlib.suppress(Exception):
@@ -76,27 +75,16 @@ def flush_open_files() -> None:
 
 def reset_exit_handlers() -> None:
     """Drop the exit handlers that a forked process inherited: they belong to its parent."""
-    # hide the parent's objects, open files among them, from gc.get_objects
+    # Hide the parent's objects, open files among them, from gc.get_objects.
     gc.freeze()
     atexit._clear()
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
-    # those that a new Python registers when it imports these modules, which a fork does not import
-    # again
-    for function in (
-        logging.shutdown,
-        weakref.finalize._exitfunc,  # type: ignore[attr-defined]
-        multiprocessing.util._exit_function,  # type: ignore[attr-defined]
-    ):
-        atexit.register(function)
+    # A new Python registers these when it imports the modules, which a fork does not import again.
+    atexit.register(logging.shutdown)
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
 
 def _is_compressed(file: Any) -> bool:
     return isinstance(file, io.BufferedIOBase) and type(file).__module__ != "_io"
-
-
-def _flush_order(file: Any) -> int:
-    """Return 0 for text, 1 for a compressed file, which may lie under text, and 2 for a file that
-    may lie under either.
-    """
-    return 0 if isinstance(file, io.TextIOBase) else 1 if _is_compressed(file) else 2

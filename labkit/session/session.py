@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -29,14 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
-from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES
+from labkit.environment import ENV_DEVICE, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
-from labkit.runs.folder import (
-    RunFolder,
-    rank_of_process,
-    write_json,
-    write_text,
-)
+from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
 from labkit.session import payload
 from labkit.session.hooks import hooks
@@ -48,27 +44,18 @@ from labkit.theory.sizes import readable_bytes
 ConfigType = TypeVar("ConfigType")
 # Session.steps or Session.plain_steps
 StepLoop = Callable[..., Iterator[Step]]
+# Keeps every process group, the meshes' too, until the process ends. A DDP model that outlives
+# destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's threads
+# while it holds Python's global lock, for which one of these may be waiting: the rank never ends
+# (seen in 14 of 60 runs). pytorch/pytorch#56297, #75097 and #154976 are the same kind of deadlock.
 _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
-"""Keeps every process group, the meshes' too, until the process ends.
-
-A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor
-then joins gloo's threads while it holds Python's global lock, for which one of these may be
-waiting: the rank never ends (seen in 14 of 60 runs). The same kind of deadlock:
-    pytorch/pytorch#56297, #75097, and #154976, which mended another place.
-"""
 
 
 class Session:
     """This rank, while its session lasts.
 
-    Attributes:
-        rank: 0 to world_size - 1.
-        world_size: the number of ranks.
-        device: the device of this rank's tensors.
-        note: why it is not the device that one would expect, or "".
-        tensors_have_values: whether the numbers in a tensor can be read.
-        steps: runs measured training steps, see ``meter.Meter.steps``.
-        plain_steps: runs steps without measuring, for a check, see ``meter.Meter.plain_steps``.
+    ``steps`` runs measured training steps, and ``plain_steps`` runs them for a check: see
+    ``meter.Meter``. ``note`` says why ``device`` is not the one to expect, or is "".
     """
 
     def __init__(
@@ -81,43 +68,30 @@ class Session:
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
-        """Return a device mesh over all ranks, with one named axis for each keyword: ``mesh(data=2,
-        space=2)``.
-
-        Raises:
-            ValueError: the product of the sizes is not the number of ranks.
-        """
+        """Return a device mesh over all ranks, with these named axes: ``mesh(data=2, space=2)``."""
         size = math.prod(axes.values())
         if size != self.world_size:
             shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with batch_schedule_new_threads(self.device):
-            return device_mesh.init_device_mesh(
-                self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
-            )
+            sizes, names = tuple(axes.values()), tuple(axes)
+            return device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """Let this rank allocate at most ``mib`` MiB more than it holds now; see
-        ``memory_cap.cap_memory``.
-        """
+        """Let this rank allocate at most ``mib`` MiB more than now, see memory_cap.cap_memory."""
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
         """Record one number for the whole run, unless it is in a tensor that has no values."""
-        if self._meter.can_read(value):
-            self._writer.write("scalar", name, -1, value=float(value), unit=unit)
+        self._meter.write_scalar(name, -1, value, unit)
 
     def record_bucket(self, index: int, gradients: Mapping[str, int]) -> None:
-        """Record the contents of one bucket: the gradient bytes of each parameter, in their order
-        in the bucket.
-        """
+        """Record one bucket: the gradient bytes of each parameter, in their order in it."""
         for parameter, size in gradients.items():
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
     def save_artifact(self, name: str, text: str) -> None:
-        """Save a text of this rank in the run's folder, for ``result.ranks[0].artifact(name)``.
-
-        Without such a folder it does nothing.
+        """Save a text in the run's folder, if there is one, for ``result.ranks[0].artifact(name)``.
 
         Raises:
             ParameterError: the name has characters other than letters, digits, - and _.
@@ -132,21 +106,15 @@ class Session:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its verdict, print it on rank 0 as a line of JSON, and exit if any
-        rank is not ok.
+        """End a check: record its verdict, print it as JSON, and exit if any rank is not ok.
 
-        Under labkit.run the exit status is then 0, because a difference is a result of the run and
-        not a failure; otherwise it is 1.
-
-        Args:
-            **result: ``ok``, and ``compared``, the number of values that were compared. A rank that
-                compared nothing is not ok. A check can add other numbers.
+        The verdict needs ``ok``, and ``compared``, the number of values that were compared. A rank
+        that compared nothing is not ok.
         """
         missing = sorted({"ok", "compared"} - result.keys())
         if missing:
-            raise ValueError(
-                f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing"
-            )
+            text = " and ".join(missing)
+            raise ValueError(f"a verdict needs ok= and compared=, and {text} is missing")
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, bool(result["ok"]) and result["compared"] > 0)
         result["ok"] = all(everyone)
@@ -157,8 +125,9 @@ class Session:
             write_json(RunFolder(self._writer.folder).verdict_json, result)
         self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
-            # a rank that left earlier would have torchrun end rank 0 before it has printed
+            # A rank that left earlier would have torchrun end rank 0 before it has printed.
             dist.barrier()
+            # Under labkit.run a difference is a result of the run and not a failure.
             sys.exit(0 if self._writer.folder else 1)
 
 
@@ -167,11 +136,7 @@ def session() -> Iterator[Session]:
     """Join the process group that torchrun's environment describes, or make one of a single rank.
 
     The group is always left at the end. The backend is NCCL if every rank has a GPU of its own, and
-    gloo on the CPU otherwise. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets, can demand
-    ``cpu`` or ``cuda``.
-
-    Raises:
-        ParameterError: ``cuda`` was demanded, and there are fewer GPUs than ranks.
+    gloo on the CPU otherwise.
     """
     defaults = {
         "RANK": "0",
@@ -191,7 +156,7 @@ def session() -> Iterator[Session]:
         torch.cuda.set_device(device)
     elif hooks.pins_cores:
         pin_to_own_cores(cores)
-    folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER])) if os.environ.get(ENV_RUN_FOLDER) else None
+    folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
@@ -199,10 +164,8 @@ def session() -> Iterator[Session]:
     try:
         here = Session(rank, world_size, device, note, writer)
         if folder and rank == rank_of_process(0):
-            write_json(
-                folder.session_json,
-                session_info(here, int(os.environ.get(ENV_TOTAL_CORES, len(cores)))),
-            )
+            total_cores = int(os.environ.get(ENV_TOTAL_CORES, len(cores)))
+            write_json(folder.session_json, session_info(here, total_cores))
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size
@@ -216,20 +179,23 @@ def session() -> Iterator[Session]:
 
 
 def choose_device() -> tuple[torch.device, str]:
-    """Return this rank's device, and a note if GPUs are there but not used."""
+    """Return this rank's device, and a note if GPUs are there but not used.
+
+    Raises:
+        ParameterError: ``labkit.run(device="cuda")``, and there are fewer GPUs than ranks.
+    """
     wish = os.environ.get(ENV_DEVICE, "auto")
     ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
+        shortage = f"{gpus} GPUs for {ranks} ranks"
         raise ParameterError(
-            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or"
-            " 'cpu'"
+            f"device cuda needs a GPU a rank: {shortage}; use device='auto' or 'cpu'"
         )
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
-    return torch.device("cpu"), (
-        f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
-    )
+    note = f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+    return torch.device("cpu"), note
 
 
 def local_world_size_and_rank() -> tuple[int, int]:
@@ -238,12 +204,9 @@ def local_world_size_and_rank() -> tuple[int, int]:
 
 
 def pin_to_own_cores(cores: list[int]) -> None:
-    """Keep this rank's threads, gloo's too, on its share of the cores, if there is a core for each
-    rank.
-
-    Otherwise the scheduler may put one rank's communication on another's core, where it waits for
-    that rank's computation.
-    """
+    """Keep this rank's threads on its share of the cores, if there is a core for each rank."""
+    # Otherwise the scheduler may put one rank's gloo threads on another's core, where they wait
+    # for that rank's computation.
     ranks, index = local_world_size_and_rank()
     share = len(cores) // ranks
     if share and hasattr(os, "sched_setaffinity"):
@@ -252,14 +215,12 @@ def pin_to_own_cores(cores: list[int]) -> None:
 
 @contextlib.contextmanager
 def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
-    """Create process groups on the CPU whose gloo threads do not interrupt the rank's computation.
-
-    A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents``
-    in pytorch/gloo). If it takes the core while the rank holds that lock to post a message, it
-    polls until its time slice ends, some 5 ms later: measured, four ranks on two cores took 1.5 to
-    2.3 times as long. A thread inherits its creator's policy, and under Linux's SCHED_BATCH a
-    thread that wakes does not interrupt another.
-    """
+    """Let the gloo threads that start inside the block not interrupt the rank's computation."""
+    # A gloo thread that wakes for a message polls the lock of the connection (Pair::handleEvents
+    # in pytorch/gloo). If it takes the core while the rank holds that lock to post a message, it
+    # polls until its time slice ends, some 5 ms later: measured, four ranks on two cores took 1.5
+    # to 2.3 times as long. A thread inherits its creator's policy, and under Linux's SCHED_BATCH a
+    # thread that wakes does not interrupt another.
     if device.type != "cpu" or not hasattr(os, "SCHED_BATCH"):
         yield
         return
@@ -275,9 +236,7 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
 
 
 def session_info(here: Session, cores: int) -> dict[str, Any]:
-    """Return what a reader of this run needs to know about the machine; rank 0 writes it to
-    session.json.
-    """
+    """Return what session.json says about the machine of this run."""
     kind, name = hooks.device_kind_and_name(here.device)
     return {
         "device": kind,
@@ -292,14 +251,15 @@ def session_info(here: Session, cores: int) -> dict[str, Any]:
 
 
 def records_text(writer: RecordWriter) -> str:
-    """Return this rank's records as text: mean spans of the timed steps in ms, memory, and the
-    communication of one step.
-    """
-    rows = []
-    spans = [line for line in writer.lines if line["kind"] == "span"]
-    for name in dict.fromkeys(line["name"] for line in spans):
-        durations = [line["dur_us"] / 1000 for line in spans if line["name"] == name]
-        rows.append(f"{name:<18} {fmean(durations):10.1f} ms    mean of {len(durations)} steps")
+    """Return this rank's records as a table: mean spans, memory, and one step's communication."""
+    spans = defaultdict(list)
+    for line in writer.lines:
+        if line["kind"] == "span":
+            spans[line["name"]].append(line["dur_us"] / 1000)
+    rows = [
+        f"{name:<18} {fmean(durations_ms):10.1f} ms    mean of {len(durations_ms)} steps"
+        for name, durations_ms in spans.items()
+    ]
     for line in writer.lines:
         match line:
             case {"kind": "scalar", "unit": "ms", "name": name, "value": value}:
@@ -307,19 +267,13 @@ def records_text(writer: RecordWriter) -> str:
             case {"kind": "memory", "name": name, "bytes": size}:
                 rows.append(f"{name:<18} {readable_bytes(size):>13}")
             case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
-                rows.append(
-                    f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count}"
-                    " calls a step"
-                )
+                label, size = collective_label(axis, name), readable_bytes(size)
+                rows.append(f"{label:<18} {size:>13}    in {count} calls a step")
     return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
 
 
 def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
-    """Run a rank program's ``main`` with its Config, checked for this number of ranks.
-
-    A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
-    All ranks leave through ``process_exit``, under a bare torchrun too.
-    """
+    """Run a rank program's ``main`` with its Config, checked for this number of ranks."""
     try:
         config = payload.load_config(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -329,7 +283,7 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         main(config)
         payload.check_replacements_called()
     except BaseException as error:
-        if ENV_RUN_FOLDER in os.environ:
+        if payload.current_run_folder():
             # labkit's worker runs this program; it reports the error and leaves.
             raise
         exit_process(print_error_and_status(error))
@@ -337,11 +291,10 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
 
 
 def exit_with_reason(reason: str) -> NoReturn:
-    """Exit with status 2. Rank 0 prints the reason; the others wait, since torchrun stops all ranks
-    as soon as one ends.
-    """
+    """Exit with status 2, for a reason that rank 0 prints."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(reason, file=sys.stderr, flush=True)
     else:
+        # torchrun stops all ranks as soon as one ends.
         time.sleep(2)
     sys.exit(2)

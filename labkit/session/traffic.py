@@ -23,11 +23,8 @@ from labkit.torch_private import TorchDispatchMode, tree_leaves
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 NON_TRAFFIC_OPS = {
-    "wait_tensor",
-    "barrier",
-    "monitored_barrier_",
-    "check_for_nan",
-    "_wrap_tensor_autograd",
+    *("wait_tensor", "barrier", "monitored_barrier_"),
+    *("check_for_nan", "_wrap_tensor_autograd"),
 }
 _VARIANT_PATTERN = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
 _CANONICAL_NAMES = {
@@ -38,31 +35,28 @@ _CANONICAL_NAMES = {
     "irecv": "recv",
 }
 _IN_PLACE_COLLECTIVES = {"all_reduce", "broadcast", "reduce", "send", "recv"}
+# The name of a call, the size of its group, and the number of hosts that the group spans.
+CallKey = tuple[str, int, int]
 
 
 def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the label of a communication operator, and the tensors that this rank passes to it."""
     if name == "batch_p2p_ops":
         kinds, _, _, tensors = args[:4]
-        return [
-            (_CANONICAL_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)
-        ]
+        return [(_CANONICAL_NAMES[kind], each) for kind, each in zip(kinds, tensors, strict=True)]
     # For example, allgather_into_tensor_coalesced_ is an allgather.
     plain = _VARIANT_PATTERN.sub("", name).strip("_")
     label = _CANONICAL_NAMES.get(plain, plain)
-    # c10d takes the output first where it is another tensor than the input
-    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE_COLLECTIVES else 0])]
+    # c10d takes the output first where it is another tensor than the input.
+    output_first = namespace == "c10d" and label not in _IN_PLACE_COLLECTIVES
+    return [(label, args[1 if output_first else 0])]
 
 
 def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
-    """Return the name and the ranks of the process group of a communication operator.
-
-    Args:
-        args: the operator's arguments; one is its process group (c10d) or the group's name
-            (functional collectives).
-    """
+    """Return the name and the ranks of the process group among an operator's arguments."""
     groups = {str(name): group for group, name in torch_private.world.pg_names.items()}
     for each in args:
+        # c10d takes the group itself, a functional collective its name.
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             each = str(ProcessGroup.unbox(each).group_name)
         if isinstance(each, str) and each in groups:
@@ -78,15 +72,10 @@ def count_hosts(ranks: Iterable[int]) -> int:
 
 @dataclass
 class TrafficCounts:
-    """The calls of each collective or message, and the bytes that this rank passed to them.
+    """The calls of each collective or message, and the bytes that this rank passed to them."""
 
-    Attributes:
-        calls: by name, size of the group, and number of hosts that it spans.
-        input_bytes: likewise.
-    """
-
-    calls: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    input_bytes: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    calls: Counter[CallKey] = field(default_factory=Counter)
+    input_bytes: Counter[CallKey] = field(default_factory=Counter)
 
     @property
     def counts(self) -> Counter[str]:
@@ -99,7 +88,7 @@ class TrafficCounts:
         return _sum_by_name(self.input_bytes)
 
 
-def _sum_by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
+def _sum_by_name(amounts: Counter[CallKey]) -> Counter[str]:
     total: Counter[str] = Counter()
     for (name, *_), amount in amounts.items():
         total[name] += amount
@@ -107,16 +96,12 @@ def _sum_by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Counts calls and bytes of every collective and point-to-point message of this rank.
+    """Counts calls and bytes of every collective and point-to-point message of this rank, by name.
 
-    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...).
     Bytes are those of the tensor that this rank passes to the call (for ``recv``, that it
     receives). How many bytes leave the rank depends on the algorithm and the group's size: see
-    ``theory.collectives.wire_bytes``.
-
-    Args:
-        mesh: a collective along one of its axes is also counted for this axis, in ``along["tp"]``
-            for an axis ``tp``. ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
+    ``theory.collectives.wire_bytes``. Collectives along an axis ``tp`` of ``mesh`` are also counted
+    in ``along["tp"]``; ``along[""]`` is the total.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -148,14 +133,12 @@ class CommunicationCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code stay compiled inside this mode, and count what it sends; torch would
-        otherwise run it eagerly.
-        """
+        """Let compiled code stay compiled inside this mode; torch would run it eagerly."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
-            # let DTensor turn the operation into local ones and collectives first
+            # Let DTensor turn the operation into local ones and collectives first.
             return NotImplemented
         # This operator sends nothing, and is half of what autograd does with fake tensors.
         if func is torch.ops.prim.device.default:
@@ -165,11 +148,7 @@ class CommunicationCounter(TorchDispatchMode):
             group, ranks = group_name_and_ranks(args)
             spans = len(ranks), count_hosts(ranks)
             for label, given in collective_inputs(namespace, name, args):
-                size = sum(
-                    t.numel() * t.element_size()
-                    for t in tree_leaves(given)
-                    if isinstance(t, Tensor)
-                )
+                size = sum(each.nbytes for each in tree_leaves(given) if isinstance(each, Tensor))
                 for axis in {"", self._axes.get(group, "")}:
                     self.along[axis].calls[label, *spans] += 1
                     self.along[axis].input_bytes[label, *spans] += size
@@ -177,9 +156,7 @@ class CommunicationCounter(TorchDispatchMode):
 
 
 class BucketRecorder(CommunicationCounter):
-    """A CommunicationCounter that also keeps the all-reduced tensors of the backward pass inside
-    it.
-    """
+    """Counts communication, and keeps the all-reduced tensors of the backward pass inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,15 +166,13 @@ class BucketRecorder(CommunicationCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in ("c10d", "_c10d_functional") and name.startswith(
-            ("all_reduce", "allreduce")
-        ):
-            # a functional all-reduce that is not in place returns the tensor in which the sum
-            # arrives
+        reduces = name.startswith(("all_reduce", "allreduce"))
+        if namespace in COMMUNICATION_NAMESPACES and reduces:
+            # A functional all-reduce that is not in place returns the tensor in which the sum
+            # arrives.
             bucket = tree_leaves(result if namespace == "_c10d_functional" else args[0])
-            self._in_flight |= {
-                tensor.data_ptr(): (bucket, place) for place, tensor in enumerate(bucket)
-            }
+            for place, tensor in enumerate(bucket):
+                self._in_flight[tensor.data_ptr()] = bucket, place
             self._sent.append(bucket)
         elif name == "wait_tensor" and result.data_ptr() in self._in_flight:
             bucket, place = self._in_flight.pop(result.data_ptr())
@@ -208,22 +183,13 @@ class BucketRecorder(CommunicationCounter):
     def gradients_by_bucket(
         self, parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, int]]:
-        """Return the buckets in the order in which they were sent: gradient bytes by parameter
-        name, in their order in the bucket.
-
-        Args:
-            parameters: by name, with the gradients that the backward pass left.
+        """Return each bucket as sent: its gradients' bytes by parameter name, in their order.
 
         Raises:
-            ValueError: a bucket holds something that is in no gradient.
+            ValueError: a bucket holds something that is in no parameter's gradient.
         """
-        left = {
-            name: parameter.grad for name, parameter in parameters if parameter.grad is not None
-        }
-        return [
-            match_gradients(bucket, left, f"bucket {index}")
-            for index, bucket in enumerate(self._sent)
-        ]
+        left = {name: each.grad for name, each in parameters if each.grad is not None}
+        return [match_gradients(each, left, f"bucket {i}") for i, each in enumerate(self._sent)]
 
 
 def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -> dict[str, int]:
@@ -232,14 +198,11 @@ def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str
     for tensor in bucket:
         flat = tensor.reshape(-1)
         while flat.numel():
-            name = next(
-                (name for name, gradient in left.items() if _starts_with(flat, gradient)), None
-            )
+            name = next((name for name, each in left.items() if _starts_with(flat, each)), None)
             if name is None:
-                size = flat.numel() * flat.element_size()
+                gradients = ", ".join(left) or "any"
                 raise ValueError(
-                    f"{what} brought {size} bytes that are in no gradient of"
-                    f" {', '.join(left) or 'any'}"
+                    f"{what} brought {flat.nbytes} bytes that are in no gradient of {gradients}"
                 )
             count = left.pop(name).numel()
             found[name] = count * flat.element_size()

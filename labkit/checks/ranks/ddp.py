@@ -4,13 +4,13 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.session.meter import patch_attribute
 from labkit.session.traffic import CommunicationCounter
 
 WIDTHS = (6, 9, 7, 5)
@@ -68,7 +68,7 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
         loss = mean_squared_error(model, *step_batch(dist.get_rank(), step))
         time.sleep(DELAY_S if dist.get_rank() == 1 and step == 0 else 0)
         watches.append(CallOrderCounter())
-        with watches[-1], patch_attribute(dist.Work, "wait", note_wait):
+        with watches[-1], patch.object(dist.Work, "wait", note_wait(dist.Work.wait)):
             loss.backward()
         passes.append({"gradients": clone_gradients(model), "seen": list(watches[-1].seen)})
     return {"passes": passes}
