@@ -21,7 +21,7 @@ from labkit.models import catalog
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode
 from labkit.models.skip import SkipModel
-from labkit.parallel.checkpointing import apply_activation_checkpointing, freeze_blocks
+from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import apply_fsdp1, init_model
 from labkit.parallel.units import fsdp_units, inner_first, layer_types
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
@@ -337,11 +337,6 @@ def test_checkpointing_keeps_names_plain_and_refuses_absent_blocks():
     assert list(fsdp_units(model, ("MLP",))) == ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(ValueError, match="no block of type Linear in ReLU"):
         apply_activation_checkpointing(nn.ReLU(), ("Linear",))
-
-
-def test_freezing_a_block_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"freeze \[3\] counts blocks that are not there: there are 3, from 0"):
-        freeze_blocks(MLPStack(), ("MLP",), (3,))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin memory for")

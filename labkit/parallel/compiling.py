@@ -22,16 +22,10 @@ def apply_compile(
     inductor: bool = True,
     eager_random: bool = False,
 ) -> int:
-    """Compile every block of these types in place, or the whole model if no types are given.
+    """Compile every block of these classes in place, or the whole model; return how many modules.
 
-    Args:
-        model: any module.
-        block_types: class names of the blocks, such as ``("T5Block",)``.
-        inductor: generate code; otherwise run the traced graphs as they are.
-        eager_random: let dropout draw the same numbers as eager code.
-
-    Returns:
-        The number of compiled modules; ValueError is raised if there is none.
+    Without ``inductor`` the traced graphs run as they are. With ``eager_random`` dropout draws the
+    same numbers as in eager code. A model without such a block raises ValueError.
     """
     # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
