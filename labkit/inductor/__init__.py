@@ -13,27 +13,20 @@ The compute between a collective and its wait hides the communication. A *bucket
 of one or more gradients. Inductor fuses in one of two ways: ``coalesced`` passes several tensors to
 one call, ``concat`` copies them into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py).
 Lines are counted from ``def call``, because the C++ above it differs between processors. This
-package only reads text and runs nothing.
+package only reads text and runs nothing. Text that is not a program of inductor's raises
+ValueError.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labkit.inductor.buffer_names import name_linear_buffers
 from labkit.inductor.listing import KIND_COLOURS, ProgramListing
 from labkit.inductor.program import BufferView, InductorProgram, ProgramLine, Shape
 
 __all__ = [
-    "KIND_COLOURS",
-    "Bucket",
-    "Gradient",
-    "ProgramLine",
-    "ProgramListing",
-    "find_buckets",
-    "missing_waits",
-    "name_buffers",
-    "parse_lines",
-]
+    "KIND_COLOURS", "Bucket", "Gradient", "ProgramLine", "ProgramListing",
+    "find_buckets", "missing_waits", "name_buffers", "parse_lines",
+]  # fmt: skip
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -58,10 +51,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that share one all-reduce.
+    """Gradients that share one all-reduce, the ``index``-th of the program, from 0.
 
     Attributes:
-        index: from 0, in the order of the all-reduces.
         gradients: in the order in which they are handed in.
         request: the line that starts the all-reduce.
         waits: the lines that wait for it, if any.
@@ -81,23 +73,13 @@ class Bucket:
 
 
 def parse_lines(code: str) -> list[ProgramLine]:
-    """Return the lines of ``call`` in order, without comments.
-
-    Raises:
-        ValueError: the text is not a program of inductor's.
-    """
+    """Return the lines of ``call`` in order, without comments."""
     return InductorProgram(code).lines
 
 
 def find_buckets(code: str) -> list[Bucket]:
-    """Return every all-reduce of the program, in order.
-
-    Raises:
-        ValueError: the text is not a program of inductor's, or does not give the size of a tensor
-            that is sent.
-    """
-    program = InductorProgram(code)
-    found = []
+    """Return every all-reduce of the program, in order."""
+    program, found = InductorProgram(code), []
     for index, request in enumerate(program.all_reduces):
         gradients: list[Gradient] = []
         for sent in request.sent:
@@ -108,35 +90,6 @@ def find_buckets(code: str) -> list[Bucket]:
     return found
 
 
-def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
-    """Return what the program's buffers hold, such as ``fc3.weight``, as far as it can be told.
-
-    Args:
-        code: a backward pass of linear layers in a row.
-        gradients: parameters, in the order in which their gradients are sent.
-
-    Raises:
-        ValueError: as ``find_buckets``, or the program sends another number of gradients.
-    """
-    travelling = [
-        [gradient.buffer for gradient in bucket.gradients] for bucket in find_buckets(code)
-    ]
-    count = sum(map(len, travelling))
-    if count != len(gradients):
-        raise ValueError(f"{count} gradients travel in the program, and {len(gradients)} are named")
-    return name_linear_buffers(InductorProgram(code), gradients, travelling)
-
-
-def missing_waits(code: str) -> list[ProgramLine]:
-    """Return the collectives whose result is used, or returned, before a wait, or never waited for.
-
-    Raises:
-        ValueError: the text is not a program of inductor's.
-    """
-    requests = InductorProgram(code).requests
-    return [request.line for request in requests if request.too_early or request.pending]
-
-
 def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
     if piece.shape is None or piece.dtype not in ITEM_BYTES:
         raise ValueError(
@@ -145,3 +98,48 @@ def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
             f"and dtypes among {', '.join(ITEM_BYTES)}"
         )
     return Gradient(piece.name, piece.shape, piece.dtype, piece.elements * ITEM_BYTES[piece.dtype])
+
+
+def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
+    """Return what the buffers hold, such as ``fc3.input`` or ``fc3.output.grad``, as far as known.
+
+    The code is a backward pass of linear layers in a row; ``gradients`` are the parameters, in the
+    order in which their gradients are sent. Both GEMMs of a layer read its output's gradient:
+
+        mm(gradient of the output, transposed; input) gives the gradient of the weight
+        mm(gradient of the output, weight)            gives the gradient of the input
+    """
+    sent = [gradient.buffer for bucket in find_buckets(code) for gradient in bucket.gradients]
+    if len(sent) != len(gradients):
+        raise ValueError(
+            f"{len(sent)} gradients travel in the program, and {len(gradients)} are named"
+        )
+    layers = iter([name.removesuffix(".weight") for name in gradients if name.endswith(".weight")])
+    products = [line for line in parse_lines(code) if line.name == "mm" and len(line.buffers) == 3]
+    # A transposed factor is a view: mm(reinterpret_tensor(buf2, ...), arg6_1, out=buf8).
+    transposed = [line for line in products if ".mm(reinterpret_tensor(" in line.text]
+    names: dict[str, str] = {}
+    for line, layer in zip(transposed, layers, strict=False):
+        left, right, out = line.buffers
+        names |= {
+            left: f"{layer}.output.grad",
+            right: f"{layer}.input",
+            out: f"{layer}.weight.grad",
+        }
+    for line in products:
+        left, right, out = line.buffers
+        layer = names.get(left, "").removesuffix(".output.grad")
+        if line not in transposed and layer:
+            names[right] = f"{layer}.weight"
+            # The input of this layer may already be known as the output of the layer below.
+            names.setdefault(out, f"{layer}.input.grad")
+    for buffer, name in zip(sent, gradients, strict=True):
+        together = sent.count(buffer)
+        names[buffer] = f"{name}.grad" if together == 1 else f"{together} gradients"
+    return names
+
+
+def missing_waits(code: str) -> list[ProgramLine]:
+    """Return the collectives whose result is used before a wait, or that no line waits for."""
+    requests = InductorProgram(code).requests
+    return [request.line for request in requests if request.too_early or request.pending]

@@ -39,27 +39,20 @@ from labkit.torch_private import replicate
 FuseMode = Literal["none", "coalesced", "concat"]
 DDPMode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
 DEFAULT_BUCKET_MB = 25.0
-COMPRESSION_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
-    torch.bfloat16: default_hooks.bf16_compress_hook,
-    torch.float16: default_hooks.fp16_compress_hook,
-}
 
 
 @dataclass(frozen=True)
 class DDPCase:
-    """One way to train with DDP and the compiler.
-
-    Attributes:
-        dtype: gradients travel in this type.
-        forward: compile the forward pass as well as the backward pass.
-        no_sync: accumulate a first batch without communication.
-        checkpoint: recompute the first layer in the backward pass.
-    """
+    """One way to train with DDP and the compiler."""
 
     dtype: torch.dtype = torch.float32
+    """Gradients travel in this type."""
     forward: bool = True
+    """Compile the forward pass as well as the backward pass."""
     no_sync: bool = False
+    """Accumulate a first batch without communication."""
     checkpoint: bool = False
+    """Recompute the first layer in the backward pass."""
 
     @property
     def batches(self) -> tuple[bool, ...]:
@@ -94,12 +87,8 @@ def apply_technique(
     """Apply one technique; run the forward and backward passes inside this context.
 
     The model is equal on all ranks, and the mesh has one axis. ``compiled`` is ``replicate``;
-    ``yours`` is called like ``apply_ddp``. ``inductor`` holds for both passes (see
-    ``compile_backward``); see ``fuse_all_reduces`` for ``fuse``, ``bucket_mb`` and ``late_waits``.
-
-    Returns:
-        A context manager that yields the model to call, and a list that fills with the code that
-        inductor generates.
+    ``yours`` is called like ``apply_ddp``. The context yields the model to call, and a list that
+    fills with the code that inductor generates.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
@@ -115,6 +104,7 @@ def apply_technique(
         # Inside the settings, because DDP chooses its reducer when it is built.
         replicated = apply(model, mesh, bucket_mb=bucket_mb)
         compress_gradients(replicated, mesh, case.dtype)
+        # Last and as a whole: the compiler only fuses all-reduces that it sees.
         if compiled and case.forward:
             apply_compile(replicated, inductor=inductor)
         yield replicated, programs
@@ -151,12 +141,12 @@ def _bucket_cap_mb(bucket_mb: float) -> float | None:
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Round gradients to a shorter dtype before they are summed, and convert the sum to float32.
 
-    Call it after ``apply_ddp`` or ``apply_replicate``, on the same mesh, and before
-    ``apply_compile``. Compiled, every gradient then travels alone: inductor fuses only all-reduces
-    whose result is the gradient itself.
+    Call it after DDP is applied, on the same mesh, and before ``apply_compile``. Compiled, every
+    gradient then travels alone: inductor only fuses all-reduces whose result is the gradient.
     """
     if dtype != torch.float32:
-        hook = COMPRESSION_HOOKS[dtype]
+        bf16, fp16 = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
+        hook = bf16 if dtype == torch.bfloat16 else fp16
         # A lambda, because DDP refuses the name bf16_compress_hook without a GPU, and annotations
         # that are strings.
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
@@ -165,15 +155,18 @@ def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
     """Average gradients in this context, or, if not enabled, let each rank accumulate its own."""
-    if hasattr(model, "no_sync") or not hasattr(model, "set_requires_gradient_sync"):
-        with contextlib.nullcontext() if enabled else model.no_sync():
-            yield
-        return
-    model.set_requires_gradient_sync(enabled)
-    try:
+    if enabled:
         yield
-    finally:
-        model.set_requires_gradient_sync(True)
+    elif hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        # What ``replicate`` has instead.
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
 
 @contextlib.contextmanager
@@ -205,16 +198,17 @@ def fuse_all_reduces(
         "_fuse_ddp_communication": True,
         "_fuse_ddp_communication_passes": passes,
         "_fuse_ddp_bucket_size": 25,
+        # It is for inference, and mistakes a compiled backward pass for it.
+        "reorder_for_locality": False,
     }
     inlined = set(rules.LEGACY_MOD_INLINELIST)
     torch.compiler.reset()
     try:
         # python_reducer even if only the backward pass is compiled: with the mode meant for that,
         # DDP keeps its own reducer and the backward pass does not compile (pytorch/pytorch#152735).
-        # reorder_for_locality is for inference, and mistakes a compiled backward pass for it.
         with (
             torch_private.get("_dynamo:config").patch(optimize_ddp="python_reducer"),
-            torch_private.get("_inductor:config").patch(settings | {"reorder_for_locality": False}),
+            torch_private.get("_inductor:config").patch(settings),
             mock.patch.dict(counters["inductor"]),
         ):
             counters["inductor"].pop("ddp_buckets", None)
@@ -230,8 +224,7 @@ def fuse_all_reduces(
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     """Trace ``backward()`` with compiled autograd, DDP's all-reduces included, and compile it.
 
-    Args:
-        inductor: generate code with inductor; otherwise run the traced graph, with nothing fused.
+    Without ``inductor`` the traced graph runs as it is, with nothing fused.
     """
     from labkit.torch_private import compiled_autograd
 

@@ -33,10 +33,9 @@ CHECKPOINTS_TO_KEEP = 2
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save parameters, buffers, the optimizer's state and the step. A collective.
+    """Save parameters, buffers, the optimizer's state and the step, at a new path. A collective.
 
-    ``path`` is a folder, or a file that ends in ``.pt``; it must not exist yet. The model is plain,
-    FSDP1 or FSDP2, without modules that differ from rank to rank.
+    The model is plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -52,31 +51,23 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
 
 
 def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a saved state into a model and its optimizer, and return its step. A collective.
+    """Load a saved state into a model of the same kind and sizes; return its step. A collective.
 
-    Both must be of the saved kind and sizes; the model may be sharded over any number of ranks.
-
-    Raises:
-        RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have
-            other names or shapes.
+    The model may be sharded over any number of ranks. torch raises RuntimeError or
+    CheckpointException if the saved tensors have other names or shapes.
     """
-    if path.suffix != PLAIN_FILE_SUFFIX:
-        weights, updates = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
-        state_dict_loader.load(
-            state, storage_reader=SafeCheckpointReader(path), planner=SafeLoadPlanner()
-        )
-        options = StateDictOptions()
-    else:
+    plain = path.suffix == PLAIN_FILE_SUFFIX
+    if plain:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    else:
+        weights, updates = get_state_dict(model, optimizer)
+        # Its tensors are filled in place.
+        state = {"model": weights, "optimizer": updates, "step": 0}
+        planner = SafeLoadPlanner()
+        state_dict_loader.load(state, storage_reader=SafeCheckpointReader(path), planner=planner)
+    options = StateDictOptions(full_state_dict=plain)
+    saved = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **saved, options=options)
     return int(state["step"])
 
 
@@ -84,9 +75,6 @@ class CheckpointFolder:
     """A folder of saves that all ranks see; training resumes from the newest complete one.
 
     The constructor creates the folder. It is a collective, as are all methods.
-
-    Raises:
-        ValueError: a rank does not see the folder that rank 0 sees.
     """
 
     def __init__(self, folder: Path):
