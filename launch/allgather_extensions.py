@@ -34,12 +34,12 @@ from labkit.tensors import (
     Extension,
     gather_errors,
     gather_memory_bytes,
+    gather_ms,
     make_quantised_extension,
     make_two_tensor,
     plain_tensors,
     refuse_leak,
 )
-from labkit.tensors.gather_time import gather_ms
 from labkit.theory.extensions import FINAL_STEPS, SCALE_GRANULARITY
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import tensors
 from labkit.parallel.extensions import apply_extension
 from labkit.session.traffic import CommunicationCounter
-from labkit.tensors import Extension, TwoTensor
-from labkit.tensors.gather_time import gather_ms
+from labkit.tensors import Extension, TwoTensor, gather_ms
 from labkit.tensors.quantisation import EXTENSIONS
 from labkit.theory import extensions as theory
 

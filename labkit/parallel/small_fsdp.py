@@ -83,9 +83,6 @@ class FlatShards(nn.Module):
     """A model whose units are sharded; its parameters are this rank's flat shares.
 
     ``shard`` is called with each unit. The model is equal on all ranks, and changed in place.
-
-    Raises:
-        ValueError: units overlap or leave parameters out; ``shard`` returned a wrong share.
     """
 
     def __init__(
@@ -95,8 +92,8 @@ class FlatShards(nn.Module):
         # In a list, so that the model's parameters are not registered as this module's.
         self._model = [model]
         self._units = {name: list(unit.parameters()) for name, unit in units.items()}
-        held = [id(p) for parameters in self._units.values() for p in parameters]
-        missing = [name for name, p in model.named_parameters() if id(p) not in held]
+        held = [p for parameters in self._units.values() for p in parameters]
+        missing = [name for name, p in model.named_parameters() if p not in set(held)]
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
             raise ValueError(

@@ -25,24 +25,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.func import functional_call
 
 from labkit.models.chain import LinearChain
 from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MULTIPLIERS, MLPStack
+from labkit.theory import sizes
 
+Plan = dict[str, parallel.ParallelStyle]
+"""How layers are cut, by name; names may hold wildcards."""
 SEQUENCE_LAYOUT = Shard(1)
-CHAIN_PAIRS: dict[str, ParallelStyle] = {"fc[13]": ColwiseParallel(), "fc[24]": RowwiseParallel()}
+CHAIN_PAIRS: Plan = {"fc[13]": parallel.ColwiseParallel(), "fc[24]": parallel.RowwiseParallel()}
 """The two pairs of a LinearChain."""
 
 
@@ -51,12 +45,13 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     *,
     sequence_parallel: bool,
-    plan: Mapping[str, ParallelStyle] | None = None,
+    plan: Mapping[str, parallel.ParallelStyle] | None = None,
 ) -> MLPStack:
-    """Share a stack's matrices over the axis ``tp``, in place.
+    """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place.
 
-    Ranks of one ``tp`` line take the same samples and return the same result. Apply checkpointing,
-    compiling and FSDP over ``data`` afterwards.
+    Ranks of one ``tp`` line take the same samples and return the same result, plain tensors
+    [N, S, D]. Parameters become DTensors, unless ``tp`` has one rank. Checkpointing, compiling and
+    FSDP over ``data`` come afterwards.
 
     Args:
         model: equal on all ranks, on this rank's device.
@@ -64,13 +59,6 @@ def apply_tensor_parallel(
         sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm. Before torch
             2.13 the cut must be even.
         plan: parallel styles by module name; by default pairs of column- and row-parallel layers.
-
-    Returns:
-        ``model``, which takes and returns plain tensors [N, S, D]. Its parameters are DTensors, or
-        plain if ``tp`` has one rank.
-
-    Raises:
-        ValueError: the mesh lacks an axis; its ranks cannot share an inner width evenly.
     """
     # Both axes, because FSDP cuts each rank's share of a matrix once more.
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
@@ -78,65 +66,47 @@ def apply_tensor_parallel(
     line = mesh["tp"]
     if line.size() == 1:
         return model
-    parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
+    parallel.parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
     if sequence_parallel:
         # The stack takes and returns [N, S, D]; between its MLPs a rank has [N, S / ranks, D].
         whole, cut = Replicate(), SEQUENCE_LAYOUT
-        enter = PrepareModuleInput(input_layouts=whole, desired_input_layouts=cut)
-        leave = PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole)
-        parallelize_module(model, line, enter)
-        parallelize_module(model, line, leave)
+        enter = parallel.PrepareModuleInput(input_layouts=whole, desired_input_layouts=cut)
+        leave = parallel.PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole)
+        parallel.parallelize_module(model, line, enter)
+        parallel.parallelize_module(model, line, leave)
     return model
 
 
 def apply_decoder_tensor_parallel(
     model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
-    """Share a decoder's matrices over the axis ``tp``, in place, embedding and output included.
+    """Share a decoder's matrices, embedding and output included, over ``tp`` of a mesh (data, tp).
 
     Ranks of one ``tp`` line take the same tokens. The logits stay a DTensor that is cut over the
     vocabulary: compute the loss and its backward pass in torch's ``loss_parallel()``, which sends
-    three elements per token. Apply checkpointing, compiling and FSDP over ``data`` afterwards.
-
-    Args:
-        model: equal on all ranks, on this rank's device.
-        mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, evenly between the pairs and in the norms.
-
-    Raises:
-        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner
-            width or the vocabulary.
+    three elements per token. ``sequence_parallel`` cuts the sequence evenly, between the pairs and
+    in the norms.
     """
     _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
-    parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
+    parallel.parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over the axis ``tp``, with plain parameters that DDP can use.
+    """Share a chain's matrices over ``tp`` of a mesh (data, tp), with plain parameters for DDP.
 
-    The model, which is changed, and the mesh are as for ``apply_tensor_parallel``.
-
-    Returns:
-        The module to call and to train; it takes and returns plain tensors [..., D].
-
-    Raises:
-        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the width evenly.
+    The result, to call and to train, takes and returns plain tensors [..., D].
     """
     _check_widths(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
-    return PlainParameters(parallelize_module(model, line, CHAIN_PAIRS), line)
+    return PlainParameters(parallel.parallelize_module(model, line, CHAIN_PAIRS), line)
 
 
 class PlainParameters(nn.Module):
-    """A tensor-parallel model whose parameters are plain tensors, as DDP needs them.
+    """A tensor-parallel model on one mesh whose parameters are plain tensors, as DDP needs them.
 
     Each forward pass makes DTensors of them. With DTensor parameters ``replicate`` would leave
     ``parameters()`` empty after the first step, and the second step of a compiled model would fail
     (pytorch/pytorch#152712).
-
-    Args:
-        model: with DTensor parameters on one mesh, cut evenly; its parameters become plain.
-        mesh: that mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh):
@@ -152,9 +122,8 @@ class PlainParameters(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the model."""
-        return functional_call(
-            self.model, self.as_dtensors(dict(self.model.named_parameters())), inputs
-        )
+        parameters = self.as_dtensors(dict(self.model.named_parameters()))
+        return functional_call(self.model, parameters, inputs)
 
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's shards of parameters or gradients as DTensors, by parameter name."""
@@ -164,44 +133,41 @@ class PlainParameters(nn.Module):
         }
 
 
-def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> Plan:
     """Plan every MLP of a stack as a pair."""
     # By default a pair's input is whole on every rank, and its result is all-reduced.
-    columns, rows = ColwiseParallel(), RowwiseParallel()
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
     if sequence_parallel:
-        columns = ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
+        columns = parallel.ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
         # A DTensor between the pairs, because it knows the length of an unevenly cut sequence.
-        rows = RowwiseParallel(output_layouts=SEQUENCE_LAYOUT, use_local_output=False)
-    plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
+        rows = parallel.RowwiseParallel(output_layouts=SEQUENCE_LAYOUT, use_local_output=False)
+    plan: Plan = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
     if sequence_parallel and model.norm is not None:
-        plan["norm"] = SequenceParallel(sequence_dim=1)
+        plan["norm"] = parallel.SequenceParallel(sequence_dim=1)
     return plan
 
 
-def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def decoder_plan(sequence_parallel: bool) -> Plan:
     """Plan the pairs of a decoder: query, key, value and output; gate, up and down."""
-    between = SEQUENCE_LAYOUT if sequence_parallel else Replicate()
-    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
+    whole, between = Replicate(), SEQUENCE_LAYOUT if sequence_parallel else Replicate()
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=between)
     # The layers that begin a pair share one input, which the module around them prepares.
-    taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
-    taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
-    block: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(
-            input_layouts=(between, None), desired_input_layouts=(whole, None)
-        ),
-        "feedforward": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
-        **taken,
-        "attention.output": rows,
-        "feedforward.down": rows,
+    prepare = parallel.PrepareModuleInput
+    block: Plan = {
+        "attention": prepare(input_layouts=(between, None), desired_input_layouts=(whole, None)),
+        "feedforward": prepare(input_layouts=between, desired_input_layouts=whole),
     }
-    plan: dict[str, ParallelStyle] = {f"blocks.*.{name}": style for name, style in block.items()}
+    block |= dict.fromkeys(("attention.query", "attention.key", "attention.value"), columns)
+    block |= dict.fromkeys(("feedforward.gate", "feedforward.up"), columns)
+    block |= dict.fromkeys(("attention.output", "feedforward.down"), rows)
+    plan: Plan = {f"blocks.*.{name}": style for name, style in block.items()}
     # Cut by its width, so that the embedding needs no sum.
-    plan["embedding"] = ColwiseParallel(output_layouts=between)
+    plan["embedding"] = parallel.ColwiseParallel(output_layouts=between)
     # Logits [N, S, V / ranks] stay a DTensor, as loss_parallel() needs them.
-    plan["output"] = ColwiseParallel(input_layouts=between, use_local_output=False)
+    plan["output"] = parallel.ColwiseParallel(input_layouts=between, use_local_output=False)
     if sequence_parallel:
         norms = ("norm", "blocks.*.attention_norm", "blocks.*.feedforward_norm")
-        plan |= {name: SequenceParallel(sequence_dim=1) for name in norms}
+        plan |= {name: parallel.SequenceParallel(sequence_dim=1) for name in norms}
     return plan
 
 
@@ -213,8 +179,4 @@ def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> Non
         )
     ranks = math.prod(mesh[axis].size() for axis in sharing)
     for width in widths:
-        if width % ranks:
-            raise ValueError(
-                f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} ="
-                f" {width % ranks}"
-            )
+        sizes.even_share(width, ranks, "the inner width")

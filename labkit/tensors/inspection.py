@@ -1,14 +1,22 @@
 """Inspect a model with all-gather extensions: what it holds, gathers, and leaves in memory.
 
-Apply ``fully_shard`` before; the units are left sharded.
+Apply ``fully_shard`` before. Every function that gathers is a collective, and leaves the units
+sharded.
 """
 
-from typing import NamedTuple
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+GATHER_ROUNDS = 15
+"""Timed rounds; the fastest counts, because every disturbance makes a round slower."""
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
@@ -26,21 +34,18 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
 
 
 class GatherErrors(NamedTuple):
-    """Errors of gathered weights, of the worst parameter; NaN if a weight is NaN.
-
-    Attributes:
-        largest: the largest error, divided by the parameter's largest weight.
-        rms: the root mean square error, divided by the root mean square of the weights.
-    """
+    """Errors of gathered weights, of the worst parameter; NaN if a weight is NaN."""
 
     largest: float
+    """The largest error, divided by the parameter's largest weight."""
     rms: float
+    """The root mean square error, divided by the root mean square of the weights."""
 
 
 @torch.no_grad()
 def gather_errors(model: nn.Module) -> GatherErrors:
-    """Compare what a model gathers with its exact weights. A collective."""
-    largest, rms = [torch.zeros(())], [torch.zeros(())]
+    """Compare what a model gathers with its exact weights."""
+    found = [torch.zeros(2)]
     for name, unit in _fsdp_modules(model).items():
         unit.reshard()
         named = unit.named_parameters(name)  # type: ignore[attr-defined]
@@ -49,11 +54,9 @@ def gather_errors(model: nn.Module) -> GatherErrors:
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _unshard_unit(name, unit).items():
             for whole, expected in zip(plain_tensors(each), exact[key], strict=True):
-                found = rounding_errors(whole.float(), expected)
-                largest.append(found[0].cpu())
-                rms.append(found[1].cpu())
+                found.append(torch.stack(rounding_errors(whole.float(), expected)).cpu())
         unit.reshard()
-    return GatherErrors(float(torch.stack(largest).max()), float(torch.stack(rms).max()))
+    return GatherErrors(*torch.stack(found).amax(dim=0).tolist())
 
 
 def rounding_errors(rounded: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,7 @@ def _rms(numbers: Tensor) -> Tensor:
 def gather_memory_bytes(model: nn.Module) -> int:
     """Return the bytes of gathered parameters while their unit computes, summed over units.
 
-    A collective. They are the parameters and what was gathered for them; shared memory counts once.
+    They are the parameters and what was gathered for them; shared memory counts once.
     """
     total = 0
     units = _fsdp_modules(model)
@@ -80,27 +83,21 @@ def gather_memory_bytes(model: nn.Module) -> int:
         unit.reshard()
     for name, unit in units.items():
         whole = _unshard_unit(name, unit)
-        held = _all_gather_outputs(unit)
-        for parameter in whole.values():
-            held += plain_tensors(parameter)
-        memory = [tensor.untyped_storage() for tensor in held]
+        # What FSDP2 gathered and keeps until a reshard; private to it (2.11 to 2.13).
+        group = unit._get_fsdp_state()._fsdp_param_group
+        gathered = [each.all_gather_outputs for each in (group.fsdp_params if group else ())]
+        held = [*map(plain_tensors, whole.values()), *gathered]
+        memory = [tensor.untyped_storage() for tensors in held for tensor in tensors]
         total += sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         unit.reshard()
     return total
 
 
-def _all_gather_outputs(unit: FSDPModule) -> list[Tensor]:
-    """Return what FSDP2 gathered and keeps until a reshard; private to it (2.11 to 2.13)."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    parameters = group.fsdp_params if group else ()
-    return [tensor for parameter in parameters for tensor in parameter.all_gather_outputs]
-
-
 def leak_bytes(model: nn.Module) -> dict[str, int]:
-    """Gather and free every unit once; return the bytes of full parameters that are left, by name.
+    """Gather and free every unit; return the bytes of full parameters that are left, by name.
 
-    A collective. Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the
-    parameter's memory, and does not return it to be freed, leaves a whole parameter on every rank.
+    Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the parameter's memory, and
+    does not return it to be freed, leaves a whole parameter on every rank.
     """
     left: dict[str, int] = {}
     for name, unit in _fsdp_modules(model).items():
@@ -115,7 +112,7 @@ def leak_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def refuse_leak(model: nn.Module) -> None:
-    """Raise ValueError if ``leak_bytes`` finds any. A collective."""
+    """Raise ValueError if ``leak_bytes`` finds any."""
     for name, size in leak_bytes(model).items():
         raise ValueError(
             f"{name}: {size} bytes of the full parameter are left after reshard, 0 should be:"
@@ -133,3 +130,45 @@ def _unshard_unit(name: str, unit: FSDPModule) -> dict[str, Tensor]:
     unit.unshard()
     named = unit.named_parameters(name)  # type: ignore[attr-defined]
     return {key: each for key, each in named if not isinstance(each, DTensor)}
+
+
+def gather_ms(model: nn.Module) -> tuple[float, float]:
+    """Return the milliseconds to gather and free every unit in turn, and those spent in hooks."""
+    within: list[float] = []
+    for parameter in model.parameters():
+        shard = parameter._local_tensor  # type: ignore[attr-defined]
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            if hasattr(shard, name):
+                setattr(shard, name, _time_hook(getattr(shard, name), within))
+    taken = []
+    for _ in range(GATHER_ROUNDS):
+        # All ranks start together, or one would measure its wait for another.
+        _synchronize_gpu()
+        dist.barrier()
+        within.clear()
+        start = time.perf_counter()
+        for unit in _fsdp_modules(model).values():
+            unit.unshard()
+            unit.reshard()
+        _synchronize_gpu()
+        taken.append((1e3 * (time.perf_counter() - start), 1e3 * sum(within)))
+    return min(taken)
+
+
+def _time_hook(hook: Callable[..., Any], within: list[float]) -> Callable[..., Any]:
+    # FSDP2 chooses its arguments by the hook's signature.
+    @functools.wraps(hook)
+    def call_and_time(*args: Any, **kwargs: Any) -> Any:
+        _synchronize_gpu()
+        start = time.perf_counter()
+        answer = hook(*args, **kwargs)
+        _synchronize_gpu()
+        within.append(time.perf_counter() - start)
+        return answer
+
+    return call_and_time
+
+
+def _synchronize_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -41,18 +41,12 @@ _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)
 
 
 class TwoTensor(Tensor):
-    """Two tensors of equal shape, strides, dtype and device that share every operation.
+    """Two tensors of equal shape, strides, offset, dtype and device that share every operation.
 
-    An operation that writes into a plain tensor (``out=``) leaves the result of ``a`` there. FSDP2
-    reduces gradients in this way, so both halves are updated with the gradient of ``a``.
-
-    Args:
-        a: the first half, whose memory is shared. Autograd follows the TwoTensor; the attribute
-            ``a`` has no gradient.
-        b: the second half, likewise.
-
-    Raises:
-        ValueError: the halves differ in shape, strides, offset, dtype or device.
+    Autograd follows the TwoTensor; its halves ``a`` and ``b``, whose memory is shared, have no
+    gradient. An operation that writes into a plain tensor (``out=``) leaves the result of ``a``
+    there. FSDP2 reduces gradients in this way, so both halves are updated with the gradient of
+    ``a``.
     """
 
     a: Tensor
@@ -60,20 +54,15 @@ class TwoTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor) -> TwoTensor:
-        for name, of in _MUST_AGREE.items():
-            if of(a) != of(b):
+        layout, other = _describe_layout(a), _describe_layout(b)
+        for name, value in layout.items():
+            if value != other[name]:
                 raise ValueError(
-                    f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them"
-                    " equal"
+                    f"the halves of a TwoTensor differ in {name}: {value} and {other[name]}; make"
+                    " them equal"
                 )
-        two: TwoTensor = Tensor._make_wrapper_subclass(
-            cls,
-            a.size(),
-            strides=a.stride(),
-            storage_offset=a.storage_offset(),
-            dtype=a.dtype,
-            device=a.device,
-        )
+        # A tensor without memory of its own.
+        two: TwoTensor = Tensor._make_wrapper_subclass(cls, layout.pop("shape"), **layout)
         two.a, two.b = a.detach(), b.detach()
         return two
 
@@ -101,8 +90,9 @@ class TwoTensor(Tensor):
         flat, structure = tree_flatten(a)
         pairs = zip(flat, tree_leaves(b), strict=True)
         both = [cls(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
+        result = tree_unflatten(both, structure)
         # An in-place operation must return its own argument, and a view must share its storage.
-        return return_and_correct_aliasing(func, args, kwargs, tree_unflatten(both, structure))
+        return return_and_correct_aliasing(func, args, kwargs, result)
 
     def fsdp_pre_all_gather(
         self,
@@ -112,14 +102,11 @@ class TwoTensor(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """Return what FSDP2 sends of this rank's shard: both halves, padded to the longest shard.
+        """Return what FSDP2 sends of this rank's shard: both halves [P, ...], and no ``metadata``.
 
         FSDP2 counts the parameters of this method. ``(self, mesh)`` is enough for shards of equal
         length; with all five it also gets the whole parameter's shape, which a shorter last shard
         needs for its padding. It refuses any other number.
-
-        Returns:
-            Two tensors [P, ...], and the ``metadata`` of ``fsdp_post_all_gather``: none.
         """
         # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
         rows = -(-outer_size[0] // mesh.size())
@@ -133,24 +120,11 @@ class TwoTensor(Tensor):
         *,
         out: TwoTensor | None = None,
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
-        """Build the whole parameter on the first call; later only refill it.
+        """Build the whole parameter on the first call, and name what to free; then only refill it.
 
-        Autograd may have saved the first call's parameter, so later calls must reuse its memory:
-        FSDP2 allocates the gathered and the returned tensors again, and passes the parameter as
-        ``out``.
-
-        Args:
-            all_gather_outputs: all rows of a and of b, [W * P, ...] each, with padding.
-            metadata: from ``fsdp_pre_all_gather``.
-            param_dtype: to compute in.
-            out: from the second call on, the parameter of the first call.
-
-        Returns:
-            On the first call the parameter, and the tensors that FSDP2 must free after use.
-
-        Raises:
-            ValueError: not two tensors of one shape were gathered, or ``out`` does not hold their
-                memory.
+        All rows of a and of b have arrived, [W * P, ...] each, with padding. Autograd may have
+        saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
+        gathered and the returned tensors again, and passes the parameter as ``out``.
         """
         _check_gathered(all_gather_outputs)
         a, b = all_gather_outputs
@@ -179,32 +153,28 @@ def make_two_tensor(weight: Tensor) -> TwoTensor:
 def convert_parameters(
     model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
 ) -> None:
-    """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``.
-
-    Raises:
-        ValueError: ``convert`` did not return a tensor of the parameter's shape.
-    """
+    """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``."""
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
             converted = convert(each.detach())
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
-                is_tensor = isinstance(converted, Tensor)
-                shape = f" of shape {tuple(converted.shape)}" if is_tensor else ""
-                was = f"a parameter of shape {tuple(each.shape)}"
+                kind, is_tensor = type(converted).__name__, isinstance(converted, Tensor)
+                became = f"{kind} of shape {tuple(converted.shape)}" if is_tensor else kind
                 raise ValueError(
-                    f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same"
-                    " shape"
+                    f"a parameter of shape {tuple(each.shape)} became a {became}: give a tensor of"
+                    " the same shape"
                 )
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
 
-_MUST_AGREE: dict[str, Any] = {
-    "shape": lambda tensor: tuple(tensor.shape),
-    "strides": lambda tensor: tensor.stride(),
-    "storage offset": lambda tensor: tensor.storage_offset(),
-    "dtype": lambda tensor: tensor.dtype,
-    "device": lambda tensor: tensor.device,
-}
+def _describe_layout(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "shape": tuple(tensor.shape),
+        "strides": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+    }
 
 
 def pad_rows(shard: Tensor, rows: int) -> Tensor:
