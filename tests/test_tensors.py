@@ -180,7 +180,7 @@ def wrong_encode(sends):
         (wrong_encode(lambda shard: (shard[:-1], shard)), r"decode gave \(4, 6\) .* not .*\(6, 6\)"),
         (
             Extension(("x",), lambda x: (x,), lambda gathered, dtype: torch.zeros(12, 6, dtype=dtype)[:6]),
-            "a view of a larger tensor, which cannot be freed by itself",
+            "a view of a larger tensor, which cannot be freed: clone it",
         ),
     ],
 )

@@ -32,39 +32,24 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Gradient:
-    """One tensor of an all-reduce.
+    """One tensor of an all-reduce."""
 
-    Attributes:
-        buffer: its name in the program.
-        shape: flat if the program never gives it another shape.
-        dtype: as torch names it, such as ``float32``.
-        bytes: what this rank hands in.
-        name: of the parameter, if the caller knows it; the program does not.
-    """
-
-    buffer: str
-    shape: Shape
-    dtype: str
-    bytes: int
-    name: str = ""
+    buffer: str  # its name in the program
+    shape: Shape  # flat if the program never gives it another shape
+    dtype: str  # as torch names it, such as ``float32``
+    bytes: int  # what this rank hands in
+    name: str = ""  # of the parameter, if the caller knows it; the program does not
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that share one all-reduce, the ``index``-th of the program, from 0.
-
-    Attributes:
-        gradients: in the order in which they are handed in.
-        request: the line that starts the all-reduce.
-        waits: the lines that wait for it, if any.
-        hidden_by: kernels and externs between the request and the first wait.
-    """
+    """Gradients that share one all-reduce, the ``index``-th of the program, from 0."""
 
     index: int
-    gradients: tuple[Gradient, ...]
-    request: ProgramLine
-    waits: tuple[ProgramLine, ...]
-    hidden_by: tuple[ProgramLine, ...]
+    gradients: tuple[Gradient, ...]  # in the order in which they are handed in
+    request: ProgramLine  # starts the all-reduce
+    waits: tuple[ProgramLine, ...]  # wait for it, if any do
+    hidden_by: tuple[ProgramLine, ...]  # kernels and externs between the request and the first wait
 
     @property
     def bytes(self) -> int:
@@ -93,9 +78,8 @@ def find_buckets(code: str) -> list[Bucket]:
 def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
     if piece.shape is None or piece.dtype not in ITEM_BYTES:
         raise ValueError(
-            f"line {request.number} sends {piece.name} of shape {piece.shape} "
-            f"and dtype {piece.dtype}: shapes must be numbers (compile with dynamic=False) "
-            f"and dtypes among {', '.join(ITEM_BYTES)}"
+            f"line {request.number} sends {piece.name} of shape {piece.shape} and dtype"
+            f" {piece.dtype}: compile with dynamic=False, and take {', '.join(ITEM_BYTES)}"
         )
     return Gradient(piece.name, piece.shape, piece.dtype, piece.elements * ITEM_BYTES[piece.dtype])
 
@@ -111,9 +95,8 @@ def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
     """
     sent = [gradient.buffer for bucket in find_buckets(code) for gradient in bucket.gradients]
     if len(sent) != len(gradients):
-        raise ValueError(
-            f"{len(sent)} gradients travel in the program, and {len(gradients)} are named"
-        )
+        named = f"{len(gradients)} are named"
+        raise ValueError(f"{len(sent)} gradients travel in the program, and {named}")
     layers = iter([name.removesuffix(".weight") for name in gradients if name.endswith(".weight")])
     products = [line for line in parse_lines(code) if line.name == "mm" and len(line.buffers) == 3]
     # A transposed factor is a view: mm(reinterpret_tensor(buf2, ...), arg6_1, out=buf8).

@@ -31,9 +31,7 @@ _SCROLL_STYLE = (
 class ProgramListing:
     """A program's compute, collectives and waits, one line each.
 
-    Attributes:
-        code: the text as inductor wrote it.
-        names: labels for buffers, such as {"arg4_1": "fc4.weight"}.
+    ``names`` are labels for buffers, such as {"arg4_1": "fc4.weight"}.
     """
 
     def __init__(self, code: str, names: Mapping[str, str] | None = None):

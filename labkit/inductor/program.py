@@ -25,34 +25,23 @@ _CALL_PATTERNS: tuple[tuple[LineKind, str], ...] = (
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """One line of the program.
+    """One line of the program."""
 
-    Attributes:
-        number: counted from ``def call``, which is line 1.
-        kind: views, checks of shapes, reuse of memory and ``return`` are "other".
-        name: of the operation, such as ``all_reduce_`` or ``cpp_fused_1``.
-        buffers: the inputs (``arg3_1``) and buffers (``buf7``) that it names, each once, in order.
-        text: as written.
-    """
-
-    number: int
-    kind: LineKind
-    name: str
-    buffers: tuple[str, ...]
-    text: str
+    number: int  # counted from ``def call``, which is line 1
+    kind: LineKind  # views, checks of shapes, reuse of memory and ``return`` are "other"
+    name: str  # of the operation, such as ``all_reduce_`` or ``cpp_fused_1``
+    buffers: tuple[str, ...]  # the inputs (arg3_1) and buffers (buf7) it names, each once, in order
+    text: str  # as written
 
 
 @dataclass(frozen=True)
 class BufferView:
-    """A part of the memory that was allocated under the name ``root``.
-
-    ``offset`` is in elements. ``shape`` and ``dtype`` are None if the program does not give them.
-    """
+    """A part of the memory that was allocated under the name ``root``."""
 
     name: str
     root: str
-    offset: int = 0
-    shape: Shape | None = None
+    offset: int = 0  # in elements
+    shape: Shape | None = None  # None if the program does not give it, as the dtype
     dtype: str | None = None
 
     @property
@@ -63,15 +52,13 @@ class BufferView:
 
 @dataclass
 class CollectiveRequest:
-    """A collective: its line, the tensors handed in, and the lines that wait for its results."""
+    """A collective, and what the program does with its results."""
 
     line: ProgramLine
     sent: list[BufferView]
-    pending: set[str]
-    """Roots of results that have not been waited for."""
+    pending: set[str]  # roots of results that have not been waited for
     waits: list[ProgramLine] = field(default_factory=list)
-    too_early: bool = False
-    """Whether a result was used before a wait."""
+    too_early: bool = False  # whether a result was used before a wait
 
 
 class InductorProgram:
@@ -219,10 +206,8 @@ def _find_call_function(code: str) -> ast.FunctionDef:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             return node
-    raise ValueError(
-        f"no function call() in {len(code.splitlines())} lines: "
-        "give the whole program that inductor wrote"
-    )
+    lines = len(code.splitlines())
+    raise ValueError(f"no function call() in {lines} lines: give the whole program of inductor")
 
 
 def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

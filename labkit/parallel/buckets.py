@@ -43,16 +43,11 @@ def apply_gradient_buckets(
 
 
 class GradientBuckets:
-    """Average every ``parameter.grad`` over all ranks by the end of the backward pass.
+    """Average every ``parameter.grad`` over all ranks of a mesh by the end of the backward pass.
 
-    Every backward pass must produce a gradient for every parameter, because the last one completes
-    the exchange. If one is missing, every rank raises ValueError and no rank hangs.
-
-    Args:
-        parameters: in the order of the forward pass; equal on all ranks.
-        mesh: each bucket is all-reduced along each of its axes.
-        bucket_bytes: the rule's limit.
-        rule: assigns gradients to buckets.
+    Parameters are equal on all ranks, in the order of the forward pass. Every backward pass must
+    produce a gradient for each, because the last one completes the exchange. If one is missing,
+    every rank raises ValueError and no rank hangs.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ def apply_activation_checkpointing(
 ) -> int:
     """Checkpoint the outermost blocks of these classes in place, and return how many there are.
 
-    ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses. Names of parameters
-    do not change. A model without such a block raises ValueError.
+    ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses. Names do not change.
     """
     chosen = outer_blocks(model, block_types)
     how: dict[str, Any] = {"checkpoint_impl": wrapper.CheckpointImpl.NO_REENTRANT}

@@ -25,7 +25,7 @@ def apply_compile(
     """Compile every block of these classes in place, or the whole model; return how many modules.
 
     Without ``inductor`` the traced graphs run as they are. With ``eager_random`` dropout draws the
-    same numbers as in eager code. A model without such a block raises ValueError.
+    same numbers as in eager code.
     """
     # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}

@@ -45,14 +45,10 @@ DEFAULT_BUCKET_MB = 25.0
 class DDPCase:
     """One way to train with DDP and the compiler."""
 
-    dtype: torch.dtype = torch.float32
-    """Gradients travel in this type."""
-    forward: bool = True
-    """Compile the forward pass as well as the backward pass."""
-    no_sync: bool = False
-    """Accumulate a first batch without communication."""
-    checkpoint: bool = False
-    """Recompute the first layer in the backward pass."""
+    dtype: torch.dtype = torch.float32  # gradients travel in it
+    forward: bool = True  # compile the forward pass as well as the backward pass
+    no_sync: bool = False  # accumulate a first batch without communication
+    checkpoint: bool = False  # recompute the first layer in the backward pass
 
     @property
     def batches(self) -> tuple[bool, ...]:
@@ -86,12 +82,12 @@ def apply_technique(
 ) -> Iterator[tuple[Any, list[str]]]:
     """Apply one technique; run the forward and backward passes inside this context.
 
-    The model is equal on all ranks, and the mesh has one axis. ``compiled`` is ``replicate``;
-    ``yours`` is called like ``apply_ddp``. The context yields the model to call, and a list that
-    fills with the code that inductor generates.
+    The model is equal on all ranks, and the mesh has one axis. The context yields the model to
+    call, and a list that fills with the code that inductor generates.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
+    # ``compiled`` is ``replicate``; ``yours`` is called like ``apply_ddp``.
     apply: Callable[..., Any] = apply_ddp if mode in ("ddp", "compiled_ddp") else apply_replicate
     if mode == "yours":
         assert yours and case.dtype == torch.float32, "the program refuses other cases"
@@ -176,13 +172,9 @@ def fuse_all_reduces(
     """Let the compiler average DDP's gradients and fuse the all-reduces into buckets.
 
     Build, call and differentiate models inside, with the backward pass in ``compile_backward``.
-    Compiled code is dropped on entry and exit, and all settings are restored.
-
-    Args:
-        mode: ``coalesced`` passes the gradients of a bucket to one call, ``concat`` copies them
-            into one flat tensor, ``none`` sends each alone.
-        bucket_mb: a bucket closes once it holds this many MiB; the first one always at 1 MiB.
-        late_waits: wait where a gradient is first used, rather than right after it was sent.
+    ``coalesced`` passes a bucket's gradients to one call, ``concat`` copies them into one flat
+    tensor, ``none`` sends each alone. A bucket closes once it holds ``bucket_mb`` MiB, the first
+    one at 1 MiB. With ``late_waits`` the program waits where a gradient is first used.
     """
     # Imported here, because they load the compiler.
     from labkit.torch_private import counters, ddp_fusion
@@ -202,6 +194,7 @@ def fuse_all_reduces(
         "reorder_for_locality": False,
     }
     inlined = set(rules.LEGACY_MOD_INLINELIST)
+    # Code that was compiled with other settings would be used again.
     torch.compiler.reset()
     try:
         # python_reducer even if only the backward pass is compiled: with the mode meant for that,

@@ -26,14 +26,10 @@ def apply_extension(
     """Shard a model, one unit per child, and gather its parameters with an extension.
 
     The model is equal on all ranks, on this rank's device or on the meta device; the mesh has one
-    axis; ``policies`` go to ``fully_shard``. From the meta device, call ``add_extension_hooks``
+    axis of two ranks or more: on one, FSDP2 copies the first sent tensor and drops the others (torch
+    2.13). ``policies`` go to ``fully_shard``. From the meta device, call ``add_extension_hooks``
     once ``to_empty`` has made new tensors; a ``TwoTensor``'s hooks belong to its type.
     """
-    # On one rank FSDP2 copies the first of the sent tensors and drops the others (torch 2.13).
-    if mesh.size() < 2:
-        raise ValueError(
-            "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
-        )
     # Before fully_shard, which asks a parameter's type for hooks.
     if extension == "two_tensor":
         tensors.convert_parameters(model)

@@ -8,8 +8,7 @@
 These lines are all of FSDP; ``apply_fsdp2`` adds what some models need. Before a unit computes, its
 parameters are all-gathered; afterwards the full copy is freed. In the backward pass they are
 gathered again, and the unit's gradients are reduce-scattered, so that each rank receives the mean
-of its part. The choice of units decides memory and speed: one large unit holds the whole model at
-once, many small ones send many messages.
+of its part. One large unit would hold the whole model at once; many small ones send many messages.
 
     rank 0 keeps  a0 b0 c0        all-gather b        rank 0 computes with b0 b1, then frees b1
     rank 1 keeps  a1 b1 c1       ------------->       rank 1 computes with b0 b1, then frees b0
@@ -56,21 +55,11 @@ def apply_fsdp2(
     local_modules: Collection[nn.Module] = (),
     ignored_modules: Collection[nn.Module] = (),
 ) -> Units:
-    """Shard a model in place with ``fully_shard``, blocks first and then the root.
+    """Shard a model in place, blocks first and then the root, and return its units by name.
 
-    Args:
-        model: equal on all ranks, on this rank's device or on the meta device, checkpointed before.
-        mesh: as for ``apply_fsdp``; one axis ``data`` is enough without local modules.
-        block_types: which modules become units; none for one unit, the root.
-        skip: blocks to leave to the root, counted from 0.
-        reshard_after_forward: free a unit's full parameters after its forward pass.
-        mp_policy: dtypes of compute, reduction and outputs; float32 by default.
-        offload_policy: CPUOffloadPolicy() keeps the shards in host memory.
-        local_modules: modules that differ from rank to rank.
-        ignored_modules: modules that stay plain and whole on every rank, and are not averaged.
-
-    Returns:
-        The units by name; the root, if it has parameters of its own, last as ``root``.
+    The model is equal on all ranks, on this rank's device or on the meta device, and checkpointed
+    before. ``skip`` leaves blocks to the root, counted from 0. ``local_modules`` differ from rank
+    to rank; ``ignored_modules`` stay plain and whole on every rank, and are not averaged.
     """
     outside = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, outside, skip)
@@ -96,6 +85,7 @@ def apply_fsdp2(
             shard(modules)
     # None keeps the root's parameters gathered, because its backward pass comes next.
     shard(model, reshard_after_forward=None if reshard_after_forward else False)
+    # The root is a unit of its own only if the others leave it something to gather.
     return units | ({ROOT: [model]} if root_parameters else {})
 
 
@@ -144,14 +134,10 @@ def apply_fsdp1(
     """Wrap a model with FullyShardedDataParallel, the older API, to compare with ``apply_fsdp2``.
 
     ``use_checkpointing`` checkpoints the blocks inside their units; without ``use_wrap_policy`` the
-    model is one unit; without a mesh all ranks share it. ``launch.fsdp_matrix`` explains FSDP1's
-    own options; other names mean the same as for ``apply_fsdp2``.
+    model is one unit. ``launch.fsdp_matrix`` explains FSDP1's own options.
     """
     if cpu_offload and not torch.cuda.is_available():
-        raise ValueError(
-            "FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no"
-            " offload"
-        )
+        raise ValueError("FSDP1 pins the memory for offload, which needs a GPU: use fsdp 2")
     if use_checkpointing:
         assert not callable(block_types)
         checkpointing.apply_activation_checkpointing(model, block_types)
@@ -211,13 +197,12 @@ def apply_fsdp(
 ) -> tuple[nn.Module, Units]:
     """Distribute a model with ``launch.fsdp_matrix``'s options; return what to call and its units.
 
-    Apply checkpointing and compiling before. The model has the same shared parameters on all ranks,
-    and is on this rank's device. The mesh has axes ``data``, over which parameters are sharded, and
-    ``alone`` of length 1, for local modules. A first axis ``replicate`` makes hybrid sharding: each
-    ``data`` line holds a whole model. ``wrap`` says what becomes a unit; with ``none`` every rank
-    holds all parameters, and gradients are averaged in buckets, as in DDP.
+    Apply checkpointing and compiling before. The mesh has axes ``data``, over which parameters are
+    sharded, and ``alone`` of length 1, for local modules. A first axis ``replicate`` makes hybrid
+    sharding: each ``data`` line holds a whole model. ``wrap`` says what becomes a unit.
     """
     ignored = checkpointing.find_blocks(model, ignore)
+    # Every rank holds all parameters, as with DDP.
     if wrap == "none":
         apply_gradient_buckets(model, mesh["data"], ignored)
         return model, {}

@@ -18,32 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+ConvolutionSettings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, padding, dilation and groups."""
+
 
 @dataclass
 class Strip:
-    """A rank's place in the line of ranks that share an image.
+    """A rank's place in the line of ranks that share an image."""
 
-    Attributes:
-        dim: the cut dimension of [N, C, H, W], 2 or 3.
-        group: the ranks of the line, or None for a line of one.
-        rank: this rank's index in the line.
-        ranks: length of the line.
-        share: this rank's part of the image, 1 / ranks if all strips are equal.
-        pad: replaces ``pad_with_halo``; it must be differentiable.
-    """
-
-    dim: int
-    group: dist.ProcessGroup | None
-    rank: int
-    ranks: int
-    share: float = 1.0
+    dim: int  # the cut dimension of [N, C, H, W], 2 or 3
+    group: dist.ProcessGroup | None  # the ranks of the line, or None for a line of one
+    rank: int  # this rank's index in the line
+    ranks: int  # length of the line
+    share: float = 1.0  # this rank's part of the image, 1 / ranks if all strips are equal
+    # Replaces pad_with_halo; it must be differentiable.
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None
 
     @classmethod
@@ -75,10 +70,9 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 
 
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
-    """Send a halo's gradients to the ranks that own its columns: the adjoint of ``pad_with_halo``.
+    """Start to send a halo's gradients to the owners of its columns: ``pad_with_halo``'s adjoint.
 
-    The result is a function that waits and returns the strip's gradient, with the neighbours' parts
-    added.
+    Return a function that waits, and returns the strip's gradient with the neighbours' parts added.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)
@@ -97,9 +91,9 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to exchange ``first`` with the rank before and ``last`` with the rank after.
+    """Start to send ``first`` to the rank before and ``last`` to the rank after.
 
-    The result is a function that waits and returns what both sent; None at a border of the image.
+    Return a function that waits, and returns what both sent; None at a border of the image.
     """
     inbox: list[Tensor | None] = []
     calls: list[dist.P2POp] = []
@@ -132,16 +126,13 @@ def image_memory_format(x: Tensor) -> torch.memory_format:
 
 
 def halo_size(conv: nn.Conv2d, dim: int) -> int:
-    """Return the columns (rows if dim is 2) that a rank needs from each neighbour, or 0.
-
-    A convolution whose output cannot be cut in the same place as its input raises ValueError.
-    """
+    """Return the columns (rows if dim is 2) that a rank needs from each neighbour, or 0."""
     axis = dim - 2
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+        padding, mode = conv.padding, conv.padding_mode
         raise ValueError(
-            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a"
-            " number and zeros"
+            f"padding {padding!r} with mode {mode!r} cannot be sharded: use a number and zeros"
         )
     padding, reach = conv.padding[axis], dilation * (kernel - 1)
     # Output columns equal input columns, and windows reach ``padding`` columns beyond.
@@ -157,21 +148,11 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     )
 
 
-class ConvolutionSettings(NamedTuple):
-    """Settings of a convolution whose input already contains the halo."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @classmethod
-    def from_conv(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
-        """Copy the settings of ``conv``, with no padding along the cut dimension."""
-        assert isinstance(conv.padding, tuple)  # halo_size refuses text
-        padding = list(conv.padding)
-        padding[dim - 2] = 0
-        return cls(conv.stride, tuple(padding), conv.dilation, conv.groups)
+def convolution_settings(conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
+    """Return stride, padding, dilation and groups of a convolution whose input holds the halo."""
+    assert isinstance(conv.padding, tuple)  # halo_size refuses text
+    padding = [0 if axis == dim - 2 else size for axis, size in enumerate(conv.padding)]
+    return conv.stride, tuple(padding), conv.dilation, conv.groups
 
 
 def halo_conv2d(

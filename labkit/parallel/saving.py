@@ -51,11 +51,7 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
 
 
 def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a saved state into a model of the same kind and sizes; return its step. A collective.
-
-    The model may be sharded over any number of ranks. torch raises RuntimeError or
-    CheckpointException if the saved tensors have other names or shapes.
-    """
+    """Load a saved state into a model of the same kind and sizes; return its step. A collective."""
     plain = path.suffix == PLAIN_FILE_SUFFIX
     if plain:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -97,10 +93,8 @@ class CheckpointFolder:
         if self._is_first:
             (folder / mark).unlink()
         if blind := [rank for rank, does in enumerate(sees) if not does]:
-            raise ValueError(
-                f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all"
-                " share"
-            )
+            where = f"ranks {blind} do not see rank 0's folder {folder}"
+            raise ValueError(f"{where}: take one on a disk that all share")
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Load the newest save, and return the number of trained steps, 0 without a save."""

@@ -113,13 +113,14 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
 
     The functions get the ranks of ``line``, a mesh of one axis.
     """
+    rules = (("in_proj", column, ColumnParallel), ("out_proj", row, RowParallel))
     for index, mlp in enumerate(model.layers):
-        for name, share in (("in_proj", column), ("out_proj", row)):
-            layer = getattr(mlp, name)
-            own = share(layer, line.get_group())
-            wants = _share_shapes(layer, PAIR_PLACEMENTS[name], line.size())
-            named = own.named_parameters() if isinstance(own, nn.Module) else ()
-            has = {each: tuple(parameter.shape) for each, parameter in named}
+        for name, share, example in rules:
+            layer, group = getattr(mlp, name), line.get_group()
+            # Made first, because a learner's function may change the layer.
+            wants = _parameter_shapes(example(layer, group))
+            own = share(layer, group)
+            has = _parameter_shapes(own) if isinstance(own, nn.Module) else {}
             if has != wants:
                 raise ValueError(
                     f"layers.{index}.{name}: one of {line.size()} ranks needs a module with"
@@ -129,16 +130,8 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
     return model
 
 
-def _share_shapes(
-    layer: nn.Linear, placements: Mapping[str, Placement], ranks: int
-) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    for name, parameter in layer.named_parameters():
-        shape, placement = list(parameter.shape), placements[name]
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= ranks
-        shapes[name] = tuple(shape)
-    return shapes
+def _parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class TensorParallelPairs(nn.Module):

@@ -49,19 +49,12 @@ def apply_spatial(
     mesh_dim: int | str | None = None,
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
 ) -> ConvNeXt:
-    """Shard the activations of a model in place, along one dimension of its images.
+    """Shard the activations of a model in place, along dim 2 (height) or 3 (width) of its images.
 
-    A collective of the whole mesh: all ranks take the parameters of the mesh's first rank. Zero the
-    gradients before each backward pass: with DTensors and a data axis, old gradients would be
-    divided by the number of data ranks again.
-
-    Args:
-        model: on this rank's device.
-        mesh: one axis (space), or two (data x space).
-        strategy: see the module's table.
-        tensor_dim: 2 cuts the height, 3 the width.
-        mesh_dim: index or name of the mesh axis for strips; by default the last.
-        pad: replaces labkit's exchange of columns; see ``halo.Strip``.
+    A collective of a mesh (space) or (data, space): all ranks take the parameters of its first
+    rank. ``mesh_dim`` is the index or name of the strips' axis, by default the last; ``pad``
+    replaces labkit's exchange of columns. Zero the gradients before each backward pass: with
+    DTensors and a data axis, old gradients would be divided by the number of data ranks again.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -85,9 +78,7 @@ def apply_spatial(
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
     """Return the index of the strips' mesh axis; raise ValueError if there is none."""
     if mesh.ndim > 2:
-        raise ValueError(
-            f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
-        )
+        raise ValueError(f"mesh of {mesh.ndim} axes: take one (space) or two (data x space)")
     if isinstance(mesh_dim, str):
         names = mesh.mesh_dim_names or ("an unnamed mesh",)
         if mesh_dim not in names:
@@ -111,8 +102,7 @@ def shard_batch(
     """Cut a batch that every rank holds whole; return this rank's strips and labels. Sends nothing.
 
     Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
-    strip is a multiple of ``stride``, the network's total stride (32 for four stages). ValueError:
-    the ranks cannot share the samples or columns.
+    strip is a multiple of ``stride``, the network's total stride (32 for four stages).
     """
     axis = axis_index(mesh, mesh_dim)
     widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
@@ -140,7 +130,7 @@ class HaloConv2d(nn.Module):
     def __init__(self, conv: nn.Conv2d, halo_columns: int, strip: Strip):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
-        settings = halo.ConvolutionSettings.from_conv(conv, strip.dim)
+        settings = halo.convolution_settings(conv, strip.dim)
         how = {"halo": halo_columns, "strip": strip, "settings": settings}
         self.convolve = partial(halo.halo_conv2d, **how)
 
@@ -239,10 +229,10 @@ def _replicate_parameters(model: nn.Module, mesh: DeviceMesh, data_ranks: int) -
 
 
 def _relabel_as_strips(model: nn.Module) -> None:
-    """Mark every convolution's output as strips, where torch calls it replicated.
+    """Mark every convolution's output as strips, where torch calls it replicated, to demonstrate.
 
-    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong:
-    only for demonstration. Without this, training fails later, with an error that hides the cause.
+    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong.
+    Without this, training fails later, with an error that hides the cause.
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:

@@ -50,15 +50,9 @@ def apply_tensor_parallel(
     """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place.
 
     Ranks of one ``tp`` line take the same samples and return the same result, plain tensors
-    [N, S, D]. Parameters become DTensors, unless ``tp`` has one rank. Checkpointing, compiling and
-    FSDP over ``data`` come afterwards.
-
-    Args:
-        model: equal on all ranks, on this rank's device.
-        mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm. Before torch
-            2.13 the cut must be even.
-        plan: parallel styles by module name; by default pairs of column- and row-parallel layers.
+    [N, S, D]. Parameters become DTensors, unless ``tp`` has one rank. ``sequence_parallel`` cuts
+    the sequence between the MLPs and in the norm (evenly, before torch 2.13). ``plan`` replaces the
+    pairs of column- and row-parallel layers. Checkpointing, compiling and FSDP come afterwards.
     """
     # Both axes, because FSDP cuts each rank's share of a matrix once more.
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
@@ -174,9 +168,8 @@ def decoder_plan(sequence_parallel: bool) -> Plan:
 def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):
-        raise ValueError(
-            f"the mesh has axes {', '.join(names) or 'without names'}: it needs data and tp"
-        )
+        has = ", ".join(names) or "without names"
+        raise ValueError(f"the mesh has axes {has}: it needs data and tp")
     ranks = math.prod(mesh[axis].size() for axis in sharing)
     for width in widths:
         sizes.even_share(width, ranks, "the inner width")

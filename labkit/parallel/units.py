@@ -30,18 +30,15 @@ def fsdp_units(
     """Return the modules of each unit, in the order of the model; the rest belongs to the root.
 
     ``local_modules`` stay out of all units. ``skip`` leaves blocks to the root, counted from 0.
-    ValueError: the model has no block of these types, or fewer than ``skip`` counts.
     """
     outside = {part for module in local_modules for part in module.modules()}
     found = find_blocks(model, block_types)
     blocks = [block for block in found if block not in outside and list(block.parameters())]
     if block_types and not blocks:
         _refuse_without_blocks(model, block_types, outside.intersection(found))
-    if unknown := set(skip) - set(range(len(blocks))):
-        raise ValueError(
-            f"skip {sorted(unknown)} counts blocks that are not there: the model has {len(blocks)},"
-            " from 0"
-        )
+    if unknown := sorted(index for index in skip if index >= len(blocks)):
+        there = f"the model has {len(blocks)}, from 0"
+        raise ValueError(f"skip {unknown} counts blocks that are not there: {there}")
     wrappers = checkpointing.checkpoint_wrappers(model)
     names = {module: name for name, module in model.named_modules()}
     units: Units = {}
@@ -69,9 +66,7 @@ def _refuse_without_blocks(
     kind = type(model).__name__
     if apart:
         kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
-        raise ValueError(
-            f"all blocks of {kind} ({kinds}) are ignored or local: nothing is left to wrap"
-        )
+        raise ValueError(f"all blocks of {kind} ({kinds}) are ignored or local: wrap others")
     if callable(block_types):
         raise ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
     raise checkpointing.missing_blocks_error(model, block_types)

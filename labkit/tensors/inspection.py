@@ -36,10 +36,8 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
 class GatherErrors(NamedTuple):
     """Errors of gathered weights, of the worst parameter; NaN if a weight is NaN."""
 
-    largest: float
-    """The largest error, divided by the parameter's largest weight."""
-    rms: float
-    """The root mean square error, divided by the root mean square of the weights."""
+    largest: float  # the largest error, divided by the parameter's largest weight
+    rms: float  # the root mean square error, divided by the root mean square of the weights
 
 
 @torch.no_grad()
@@ -116,8 +114,7 @@ def refuse_leak(model: nn.Module) -> None:
     for name, size in leak_bytes(model).items():
         raise ValueError(
             f"{name}: {size} bytes of the full parameter are left after reshard, 0 should be:"
-            " fsdp_post_all_gather must also return the tensors that it allocated, for FSDP2 to"
-            " free"
+            " fsdp_post_all_gather must also return the tensors that it allocated"
         )
 
 

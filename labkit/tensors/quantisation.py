@@ -32,17 +32,12 @@ _DEFAULT_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
 
 @dataclass(frozen=True)
 class Extension:
-    """How a parameter is sent.
-
-    Attributes:
-        sends: what each sent tensor is; ``encode`` returns as many.
-        encode: from a shard [P, ...] to the tensors to send. The all-gather makes each W times
-            longer along its first dimension.
-        decode: from all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
-    """
+    """How a parameter is sent: in tensors, which ``sends`` names."""
 
     sends: tuple[str, ...]
+    # From a shard [P, ...] to the tensors to send, each W times longer once it is gathered.
     encode: Callable[[Tensor], tuple[Tensor, ...]]
+    # From all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
     decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
 
@@ -71,7 +66,7 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
         raise ValueError(
-            f"a parameter of shape {shape} is not sharded along dim 0: call fully_shard first"
+            f"a parameter of {shape} is not sharded along dim 0: call fully_shard first"
         )
     if parameter.ndim < 2:
         raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
@@ -98,9 +93,8 @@ class _GatherHooks:
     def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         sent, names = self.extension.encode(pad_rows(self.local, self.rows)), self.extension.sends
         if len(sent) != len(names):
-            raise ValueError(
-                f"encode gave {len(sent)} tensors to send, not {len(names)}: {', '.join(names)}"
-            )
+            wanted = f"{len(names)}: {', '.join(names)}"
+            raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
         return tuple(tensor.contiguous() for tensor in sent), None
 
     def post_all_gather(
@@ -131,7 +125,7 @@ class _GatherHooks:
             )
         if whole.untyped_storage().nbytes() != whole.nbytes:
             raise ValueError(
-                "decode gave a view of a larger tensor, which cannot be freed by itself: clone it"
+                "decode gave a view of a larger tensor, which cannot be freed: clone it"
             )
 
 
@@ -140,13 +134,10 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
-    """Send values of 8 or 4 bits, and the scales by which they were divided.
+    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided.
 
-    Args:
-        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even
-            length.
-        scales: what has a scale of its own: a "shard", each "row", or each "group" of 32 elements
-            of a row. The default is a shard for float8, and each row for the others.
+    A "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
+    numbers share a byte, so rows must have an even length.
     """
     if numbers not in _MAX_VALUES:
         raise ValueError(f"{numbers} has no scales: take {', '.join(_MAX_VALUES)}")
@@ -181,9 +172,9 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
 def _pack_int4(scaled: Tensor) -> Tensor:
     """Pack values from -7 to 7, [..., 2 N], into bytes, [..., N]."""
     if scaled.shape[-1] % 2:
+        size = scaled.shape[-1]
         raise ValueError(
-            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even"
-            " number, or int8"
+            f"int4 puts two numbers in a byte: rows of {size} must be even, or take int8"
         )
     shifted = (scaled.round() + 8).to(torch.uint8)
     return shifted[..., ::2] * 16 + shifted[..., 1::2]

@@ -57,9 +57,9 @@ class TwoTensor(Tensor):
         layout, other = _describe_layout(a), _describe_layout(b)
         for name, value in layout.items():
             if value != other[name]:
+                values = f"{value} and {other[name]}"
                 raise ValueError(
-                    f"the halves of a TwoTensor differ in {name}: {value} and {other[name]}; make"
-                    " them equal"
+                    f"the halves of a TwoTensor differ in {name}, {values}: make equal ones"
                 )
         # A tensor without memory of its own.
         two: TwoTensor = Tensor._make_wrapper_subclass(cls, layout.pop("shape"), **layout)
@@ -126,7 +126,14 @@ class TwoTensor(Tensor):
         saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
         gathered and the returned tensors again, and passes the parameter as ``out``.
         """
-        _check_gathered(all_gather_outputs)
+        shapes = [tuple(each.shape) for each in all_gather_outputs]
+        if len(shapes) != 2:
+            raise ValueError(
+                f"a TwoTensor is gathered as 2 tensors, got {len(shapes)}: send a and b"
+            )
+        if shapes[0] != shapes[1]:
+            differ = f"differ in shape, {shapes[0]} and {shapes[1]}"
+            raise ValueError(f"the gathered halves {differ}: send equal sizes")
         a, b = all_gather_outputs
         if out is None:
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
@@ -160,10 +167,8 @@ def convert_parameters(
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
                 kind, is_tensor = type(converted).__name__, isinstance(converted, Tensor)
                 became = f"{kind} of shape {tuple(converted.shape)}" if is_tensor else kind
-                raise ValueError(
-                    f"a parameter of shape {tuple(each.shape)} became a {became}: give a tensor of"
-                    " the same shape"
-                )
+                was = f"a parameter of shape {tuple(each.shape)}"
+                raise ValueError(f"{was} became a {became}: give a tensor of the same shape")
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
 
@@ -208,15 +213,3 @@ def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
                 f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one"
                 " half"
             )
-
-
-def _check_gathered(outputs: Sequence[Tensor]) -> None:
-    if len(outputs) != 2:
-        raise ValueError(
-            f"a TwoTensor is gathered as 2 tensors, got {len(outputs)}: send both (a, b) before"
-        )
-    shapes = [tuple(tensor.shape) for tensor in outputs]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the gathered halves differ in shape, {shapes[0]} and {shapes[1]}: send equal sizes"
-        )
