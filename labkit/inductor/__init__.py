@@ -1,7 +1,7 @@
 """Read the program that inductor writes for a backward pass: its compute, collectives and waits.
 
 torch.compile's backend, inductor, writes a Python function named ``call``. Most of its lines are
-one of these:
+one of these, counted from ``def call``, because the C++ above it differs between processors:
 
      14  extern      mm(buf1, arg7_1, buf3)          a GEMM, by a library
      17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote, in C++ or Triton
@@ -12,9 +12,7 @@ one of these:
 The compute between a collective and its wait hides the communication. A *bucket* is one all-reduce
 of one or more gradients. Inductor fuses in one of two ways: ``coalesced`` passes several tensors to
 one call, ``concat`` copies them into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py).
-Lines are counted from ``def call``, because the C++ above it differs between processors. This
-package only reads text and runs nothing. Text that is not a program of inductor's raises
-ValueError.
+This package only reads text. Text that is not a program of inductor's raises ValueError.
 """
 
 from collections.abc import Sequence

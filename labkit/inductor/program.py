@@ -89,23 +89,21 @@ class InductorProgram:
 
     def overlap_lines(self, request: CollectiveRequest) -> tuple[ProgramLine, ...]:
         """Return the kernels and externs between a collective and the first wait for it."""
-        start, end = request.line.number, math.inf
-        if request.waits:
-            end = request.waits[0].number
+        end = request.waits[0].number if request.waits else math.inf
         compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
-        return tuple(line for line in compute if start < line.number < end)
+        return tuple(line for line in compute if request.line.number < line.number < end)
 
     def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
         """Return the tensors that were copied into one flat buffer, in order, or the tensor itself.
-
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
         candidates = [sent]
-        for line in reversed(self.lines[: self.lines.index(request)]):
-            if line.kind in COMPUTE_KINDS and sent.root in self._memory_roots(line):
-                views = [self.views[name] for name in line.buffers]
-                candidates += [view for view in views if view.elements == sent.elements]
-                break
+        earlier = reversed(self.lines[: self.lines.index(request)])
+        kernels = (line for line in earlier if line.kind in COMPUTE_KINDS)
+        maker = next((line for line in kernels if sent.root in self._memory_roots(line)), None)
+        if maker:
+            views = [self.views[name] for name in maker.buffers]
+            candidates += [view for view in views if view.elements == sent.elements]
         before = [view for line, view in self._reinterpreted if line.number < request.number]
         for source in candidates:
             by_offset = {view.offset: view for view in before if view.root == source.root}
@@ -125,8 +123,8 @@ class InductorProgram:
         return part
 
     def _read_statement(self, number: int, statement: ast.stmt, text: str) -> None:
-        kind, name = _classify_statement(statement)
         self._update_views(statement)
+        kind, name = _classify_statement(statement)
         nodes = list(ast.walk(statement))
         names = [node for node in nodes if isinstance(node, ast.Name) and node.id in self.views]
         names.sort(key=lambda node: (node.lineno, node.col_offset))
@@ -135,6 +133,9 @@ class InductorProgram:
         for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "reinterpret_tensor":
                 self._reinterpreted.append((line, self._resolve_view(node)))
+        if kind in ("collective", *COMPUTE_KINDS) or name == "return":
+            for request in self.requests:
+                request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))
         call = _get_call(statement)
         if call and kind == "wait":
             root = self._resolve_view(call.args[0]).root
@@ -142,17 +143,16 @@ class InductorProgram:
                 if root in request.pending:
                     request.pending.discard(root)
                     request.waits.append(line)
-        elif kind == "collective" or kind in COMPUTE_KINDS or name == "return":
-            for request in self.requests:
-                request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))
         if call and kind == "collective":
-            given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
-            sent = [self._resolve_view(each) for each in given]
-            pending = {view.root for view in sent}
-            # Without the underscore of an in-place collective, the result has memory of its own.
-            if isinstance(statement, ast.Assign) and not name.endswith("_"):
-                pending = {self._resolve_view(target).root for target in statement.targets}
-            self.requests.append(CollectiveRequest(line, sent, pending))
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            self._add_request(line, call, targets)
+
+    def _add_request(self, line: ProgramLine, call: ast.Call, targets: list[ast.expr]) -> None:
+        given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
+        sent = [self._resolve_view(each) for each in given]
+        # A name that ends in an underscore works in place; otherwise the result has its own memory.
+        results = sent if line.name.endswith("_") else map(self._resolve_view, targets)
+        self.requests.append(CollectiveRequest(line, sent, {view.root for view in results}))
 
     def _memory_roots(self, line: ProgramLine) -> set[str]:
         return {self.views[name].root for name in line.buffers}

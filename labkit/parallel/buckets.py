@@ -44,10 +44,9 @@ def apply_gradient_buckets(
 
 class GradientBuckets:
     """Average every ``parameter.grad`` over all ranks of a mesh by the end of the backward pass.
-
-    Parameters are equal on all ranks, in the order of the forward pass. Every backward pass must
-    produce a gradient for each, because the last one completes the exchange. If one is missing,
-    every rank raises ValueError and no rank hangs.
+    Parameters come in the order of the forward pass. Every backward pass must produce a gradient
+    for each, because the last one completes the exchange. If one is missing, every rank raises
+    ValueError and no rank hangs.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from labkit import torch_private
 from labkit.torch_private import checkpoint_wrapper as wrapper
 
-BlockTypes = Collection[str] | Callable[[nn.Module], bool]
+UnitRule = Callable[[nn.Module], bool]
+BlockTypes = Collection[str] | UnitRule
 """Which modules are blocks: class names, or a function that decides for each module."""
 GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _NAMES_TO_SAVE = (
@@ -37,8 +38,7 @@ def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
     """Checkpoint the outermost blocks of these classes in place, and return how many there are.
-
-    ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses. Names do not change.
+    ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses.
     """
     chosen = outer_blocks(model, block_types)
     how: dict[str, Any] = {"checkpoint_impl": wrapper.CheckpointImpl.NO_REENTRANT}

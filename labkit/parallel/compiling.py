@@ -23,7 +23,6 @@ def apply_compile(
     eager_random: bool = False,
 ) -> int:
     """Compile every block of these classes in place, or the whole model; return how many modules.
-
     Without ``inductor`` the traced graphs run as they are. With ``eager_random`` dropout draws the
     same numbers as in eager code.
     """

@@ -23,12 +23,11 @@ def apply_extension(
     reshard_after_forward: bool = True,
     **policies: Any,
 ) -> nn.Sequential:
-    """Shard a model, one unit per child, and gather its parameters with an extension.
-
-    The model is equal on all ranks, on this rank's device or on the meta device; the mesh has one
-    axis of two ranks or more: on one, FSDP2 copies the first sent tensor and drops the others (torch
-    2.13). ``policies`` go to ``fully_shard``. From the meta device, call ``add_extension_hooks``
-    once ``to_empty`` has made new tensors; a ``TwoTensor``'s hooks belong to its type.
+    """Shard a model, one unit per child, and gather its parameters with an extension. The mesh has
+    one axis of two ranks or more: on one, FSDP2 copies the first sent tensor and drops the others
+    (torch 2.13). ``policies`` go to ``fully_shard``. From the meta device, call
+    ``add_extension_hooks`` once ``to_empty`` has made new tensors; a ``TwoTensor``'s hooks belong
+    to its type.
     """
     # Before fully_shard, which asks a parameter's type for hooks.
     if extension == "two_tensor":

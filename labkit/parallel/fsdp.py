@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel import checkpointing
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import BlockTypes
+from labkit.parallel.checkpointing import BlockTypes, UnitRule
 from labkit.parallel.units import ROOT, Units, choose_block_types, fsdp_units, inner_first
 
 WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
@@ -55,11 +55,10 @@ def apply_fsdp2(
     local_modules: Collection[nn.Module] = (),
     ignored_modules: Collection[nn.Module] = (),
 ) -> Units:
-    """Shard a model in place, blocks first and then the root, and return its units by name.
-
-    The model is equal on all ranks, on this rank's device or on the meta device, and checkpointed
-    before. ``skip`` leaves blocks to the root, counted from 0. ``local_modules`` differ from rank
-    to rank; ``ignored_modules`` stay plain and whole on every rank, and are not averaged.
+    """Shard a model in place, blocks first and then the root, and return its units by name. The
+    model is equal on all ranks, or on the meta device. ``skip`` leaves blocks to the root, counted
+    from 0. ``local_modules`` differ from rank to rank; ``ignored_modules`` stay plain and whole on
+    every rank, and are not averaged.
     """
     outside = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, outside, skip)
@@ -132,7 +131,6 @@ def apply_fsdp1(
     use_orig_params: bool = True,
 ) -> FullyShardedDataParallel:
     """Wrap a model with FullyShardedDataParallel, the older API, to compare with ``apply_fsdp2``.
-
     ``use_checkpointing`` checkpoints the blocks inside their units; without ``use_wrap_policy`` the
     model is one unit. ``launch.fsdp_matrix`` explains FSDP1's own options.
     """
@@ -190,16 +188,15 @@ def apply_fsdp(
     offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: bool = False,
-    is_unit: Callable[[nn.Module], bool] | None = None,
+    is_unit: UnitRule | None = None,
     min_numbers: int = 1,
     ignore: Collection[str] = (),
     **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
-    """Distribute a model with ``launch.fsdp_matrix``'s options; return what to call and its units.
-
-    Apply checkpointing and compiling before. The mesh has axes ``data``, over which parameters are
-    sharded, and ``alone`` of length 1, for local modules. A first axis ``replicate`` makes hybrid
-    sharding: each ``data`` line holds a whole model. ``wrap`` says what becomes a unit.
+    """Distribute a model with the options of ``launch.fsdp_matrix``; return what to call, and its
+    units. The mesh has axes ``data``, over which parameters are sharded, and ``alone`` of length 1,
+    for local modules. A first axis ``replicate`` makes hybrid sharding: each ``data`` line holds a
+    whole model. Apply checkpointing and compiling before.
     """
     ignored = checkpointing.find_blocks(model, ignore)
     # Every rank holds all parameters, as with DDP.

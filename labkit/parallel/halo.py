@@ -1,7 +1,7 @@
 """Convolve an image that is cut into strips, one strip per rank.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3
-(width). Comments show shapes for a cut width.
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 or 3. Comments show
+the shapes of a cut width.
 
 A convolution with overlapping windows needs a few columns from the neighbour at each border of its
 strip: the halo. Every rank sends its outermost columns to both neighbours, receives theirs, and
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-ConvolutionSettings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, padding, dilation and groups."""
+Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, padding, dilation and groups of a convolution."""
 
 
 @dataclass
@@ -71,7 +71,6 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
     """Start to send a halo's gradients to the owners of its columns: ``pad_with_halo``'s adjoint.
-
     Return a function that waits, and returns the strip's gradient with the neighbours' parts added.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
@@ -91,9 +90,8 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to send ``first`` to the rank before and ``last`` to the rank after.
-
-    Return a function that waits, and returns what both sent; None at a border of the image.
+    """Start to send ``first`` to the rank before and ``last`` to the rank after. Return a function
+    that waits, and returns what both sent; None at a border of the image.
     """
     inbox: list[Tensor | None] = []
     calls: list[dist.P2POp] = []
@@ -148,7 +146,7 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     )
 
 
-def convolution_settings(conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
+def convolution_settings(conv: nn.Conv2d, dim: int) -> Settings:
     """Return stride, padding, dilation and groups of a convolution whose input holds the halo."""
     assert isinstance(conv.padding, tuple)  # halo_size refuses text
     padding = [0 if axis == dim - 2 else size for axis, size in enumerate(conv.padding)]
@@ -156,18 +154,11 @@ def convolution_settings(conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
 
 
 def halo_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    halo: int,
-    strip: Strip,
-    settings: ConvolutionSettings,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: Settings
 ) -> Tensor:
-    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output.
-
-    A collective: every rank of the line must call it, forward and backward, in the same order.
-    Weight and bias are equal on all ranks; their gradients are this rank's term of a sum.
+    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output. A
+    collective: every rank of the line must call it, forward and backward, in the same order. The
+    gradients of weight and bias are this rank's terms of a sum.
     """
     size = x.shape[strip.dim]
     # A neighbour would need columns from the rank beyond this one.
@@ -187,19 +178,13 @@ def halo_conv2d(
 class _HaloConv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        halo: int,
-        strip: Strip,
-        settings: ConvolutionSettings,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, how: Any
     ) -> Tensor:
         # [N, C, H, W + 2 * halo]
         padded = pad_with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
-        ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
-        return torch.conv2d(padded, weight, bias, *settings)
+        ctx.halo, ctx.strip, ctx.settings = halo, strip, how
+        return torch.conv2d(padded, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

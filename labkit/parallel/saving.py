@@ -7,8 +7,6 @@ host's memory, and ``torch.load`` can read it.
 
     {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
 
-``CheckpointFolder`` saves after every step, for a training that may be killed at any moment.
-
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -34,7 +32,6 @@ CHECKPOINTS_TO_KEEP = 2
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Save parameters, buffers, the optimizer's state and the step, at a new path. A collective.
-
     The model is plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
@@ -68,9 +65,8 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 class CheckpointFolder:
-    """A folder of saves that all ranks see; training resumes from the newest complete one.
-
-    The constructor creates the folder. It is a collective, as are all methods.
+    """A folder of saves that all ranks see; training resumes from the newest complete one. The
+    constructor, which makes the folder, and all methods are collectives.
     """
 
     def __init__(self, folder: Path):

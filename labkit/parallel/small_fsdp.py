@@ -80,10 +80,7 @@ def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class FlatShards(nn.Module):
-    """A model whose units are sharded; its parameters are this rank's flat shares.
-
-    ``shard`` is called with each unit. The model is equal on all ranks, and changed in place.
-    """
+    """A model whose units ``shard`` has sharded in place; its parameters are this rank's shares."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], shard: ShardUnit = shard_unit

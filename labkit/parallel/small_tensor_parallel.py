@@ -109,9 +109,8 @@ class RowParallel(nn.Module):
 
 
 def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: ShareLayer) -> MLPStack:
-    """Replace each pair's first layer by ``column`` of it, and its second one by ``row``, in place.
-
-    The functions get the ranks of ``line``, a mesh of one axis.
+    """Replace each pair's first layer by ``column`` of it, and its second one by ``row``, in place;
+    both get the ranks of ``line``, a mesh of one axis.
     """
     rules = (("in_proj", column, ColumnParallel), ("out_proj", row, RowParallel))
     for index, mlp in enumerate(model.layers):

@@ -1,7 +1,6 @@
 """Shard a convolutional network's activations along the height or the width of its images.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2
-(height) or 3 (width).
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 or 3.
 
 Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and feature map, and all
 parameters. A second mesh axis, if there is one, shares the samples out. There are three strategies,
@@ -14,10 +13,9 @@ each faster than the one before:
 | local    | DTensor input, then plain local | labkit.parallel.halo          | in buckets          |
 
 ``native`` is refused, because it computes wrong results in all torch versions so far;
-``native_unguarded`` runs nevertheless, to look at.
-
-The model takes a DTensor from ``shard_batch`` and returns the plain logits of this rank's samples.
-After ``loss.backward()`` of their mean loss, each gradient is that of the mean over all samples.
+``native_unguarded`` runs nevertheless. The model takes a DTensor from ``shard_batch`` and returns
+the plain logits of this rank's samples. After ``loss.backward()`` of their mean loss, each gradient
+is that of the mean over all samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,12 +47,11 @@ def apply_spatial(
     mesh_dim: int | str | None = None,
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
 ) -> ConvNeXt:
-    """Shard the activations of a model in place, along dim 2 (height) or 3 (width) of its images.
-
-    A collective of a mesh (space) or (data, space): all ranks take the parameters of its first
-    rank. ``mesh_dim`` is the index or name of the strips' axis, by default the last; ``pad``
-    replaces labkit's exchange of columns. Zero the gradients before each backward pass: with
-    DTensors and a data axis, old gradients would be divided by the number of data ranks again.
+    """Shard a model's activations in place, along dim 2 (height) or 3 (width) of its images, on a
+    mesh (space) or (data, space). A collective, in which all ranks take the parameters of the
+    first. ``mesh_dim`` is the index or name of the strips' axis; ``pad`` replaces labkit's exchange
+    of columns. Zero the gradients before each backward pass: with DTensors and a data axis, old
+    gradients would be divided by the number of data ranks again.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -99,10 +96,8 @@ def shard_batch(
     mesh_dim: int | str | None = None,
     stride: int = 1,
 ) -> tuple[DTensor, Tensor]:
-    """Cut a batch that every rank holds whole; return this rank's strips and labels. Sends nothing.
-
-    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
-    strip is a multiple of ``stride``, the network's total stride (32 for four stages).
+    """Return this rank's strips of images [N, C, H, W] and its labels, of a batch that every rank
+    holds. Every strip is a multiple of ``stride``, the network's total stride (32 for four stages).
     """
     axis = axis_index(mesh, mesh_dim)
     widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
@@ -186,7 +181,8 @@ def _apply_dtensor(
     for module in model.modules():
         if isinstance(module, StochasticDepth):
             # It keeps or drops whole samples, for which a strip needs no other strip.
-            module.forward = partial(_forward_on_strips, module.forward)  # type: ignore[method-assign]
+            on_strips = partial(_forward_on_strips, module.forward)
+            module.forward = on_strips  # type: ignore[method-assign]
     # Since 2.12 torch labels the output of a convolution as replicated.
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
@@ -230,7 +226,6 @@ def _replicate_parameters(model: nn.Module, mesh: DeviceMesh, data_ranks: int) -
 
 def _relabel_as_strips(model: nn.Module) -> None:
     """Mark every convolution's output as strips, where torch calls it replicated, to demonstrate.
-
     The model then trains, but every value that depends on a halo or on a sum over ranks is wrong.
     Without this, training fails later, with an error that hides the cause.
     """

@@ -1,20 +1,19 @@
-r"""Tensor parallelism: the ranks along the mesh axis ``tp`` share each GEMM.
+"""Tensor parallelism: the ranks along the mesh axis ``tp`` share each GEMM.
 
 The two linear layers of an MLP make a pair. The first is cut by columns, so each rank computes some
 of the inner features and can apply ReLU to them alone. The second is cut by rows, so the ranks'
 results only need to be added, with one all-reduce per MLP:
 
                       in_proj (columns)       out_proj (rows)
-    rank 0    x   ->   inner features 0   ->   term of y   \
-    rank 1    x   ->   inner features 1   ->   term of y   -+->  y = sum of the terms
+    rank 0    x   ->   inner features 0   ->   term of y   ->   y = sum of the terms
+    rank 1    x   ->   inner features 1   ->   term of y   ->   y = sum of the terms
 
 With sequence parallelism each rank keeps only its part of the sequence between the pairs. The sum
-is reduce-scattered over the sequence, and all-gathered before the next pair. This sends the same
-bytes, but the ranks share the activations between the pairs, and the work there.
+is reduce-scattered over the sequence, and all-gathered before the next pair: the same bytes, but
+the ranks share the activations and the work between the pairs.
 
 Shapes: N samples, S sequence length, D width. Sources: Shoeybi et al., "Megatron-LM", 2019
-(arXiv:1909.08053); Korthikanti et al., "Reducing Activation Recomputation", 2022
-(arXiv:2205.05198).
+(arXiv:1909.08053); Korthikanti et al., 2022 (arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     plan: Mapping[str, parallel.ParallelStyle] | None = None,
 ) -> MLPStack:
-    """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place.
-
-    Ranks of one ``tp`` line take the same samples and return the same result, plain tensors
-    [N, S, D]. Parameters become DTensors, unless ``tp`` has one rank. ``sequence_parallel`` cuts
-    the sequence between the MLPs and in the norm (evenly, before torch 2.13). ``plan`` replaces the
-    pairs of column- and row-parallel layers. Checkpointing, compiling and FSDP come afterwards.
+    """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place. Ranks of one
+    ``tp`` line take the same samples and return the same result, plain tensors [N, S, D].
+    Parameters become DTensors, unless ``tp`` has one rank. ``sequence_parallel`` cuts the sequence
+    between the MLPs and in the norm (evenly, before torch 2.13). ``plan`` replaces the pairs of
+    column- and row-parallel layers.
     """
     # Both axes, because FSDP cuts each rank's share of a matrix once more.
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
@@ -75,20 +73,17 @@ def apply_decoder_tensor_parallel(
     model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
     """Share a decoder's matrices, embedding and output included, over ``tp`` of a mesh (data, tp).
-
-    Ranks of one ``tp`` line take the same tokens. The logits stay a DTensor that is cut over the
-    vocabulary: compute the loss and its backward pass in torch's ``loss_parallel()``, which sends
-    three elements per token. ``sequence_parallel`` cuts the sequence evenly, between the pairs and
-    in the norms.
+    The logits stay a DTensor that is cut over the vocabulary: compute the loss and its backward
+    pass in torch's ``loss_parallel()``, which sends three elements per token. ``sequence_parallel``
+    cuts the sequence evenly, between the pairs and in the norms.
     """
     _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
     parallel.parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over ``tp`` of a mesh (data, tp), with plain parameters for DDP.
-
-    The result, to call and to train, takes and returns plain tensors [..., D].
+    """Share a chain's matrices over ``tp`` of a mesh (data, tp), with plain parameters for DDP. The
+    result, to call and to train, takes and returns plain tensors [..., D].
     """
     _check_widths(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
@@ -97,7 +92,6 @@ def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainPa
 
 class PlainParameters(nn.Module):
     """A tensor-parallel model on one mesh whose parameters are plain tensors, as DDP needs them.
-
     Each forward pass makes DTensors of them. With DTensor parameters ``replicate`` would leave
     ``parameters()`` empty after the first step, and the second step of a compiled model would fail
     (pytorch/pytorch#152712).

@@ -5,7 +5,7 @@ must be in exactly one unit, and a nested unit must be made before the outer one
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from graphlib import TopologicalSorter
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from labkit.models.protocol import LabModel
 from labkit.parallel import checkpointing
-from labkit.parallel.checkpointing import BlockTypes, find_blocks
+from labkit.parallel.checkpointing import BlockTypes, UnitRule, find_blocks
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ROOT = "root"
@@ -28,7 +28,6 @@ def fsdp_units(
     skip: Collection[int] = (),
 ) -> Units:
     """Return the modules of each unit, in the order of the model; the rest belongs to the root.
-
     ``local_modules`` stay out of all units. ``skip`` leaves blocks to the root, counted from 0.
     """
     outside = {part for module in local_modules for part in module.modules()}
@@ -48,8 +47,8 @@ def fsdp_units(
             continue
         # Modules that share a weight share a unit, or each would gather and reduce its own copy.
         together = [block, *modules_sharing_weights(model, block)]
-        earlier = [unit_names[module] for module in together if module in unit_names]
-        name = earlier[0] if earlier else checkpointing.plain_name(names[block])
+        earlier = (unit_names[module] for module in together if module in unit_names)
+        name = next(earlier, checkpointing.plain_name(names[block]))
         unit = units.setdefault(name, [])
         for module in together:
             inside = {part for member in unit for part in member.modules()}
@@ -89,11 +88,7 @@ def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Modul
 
 
 def choose_block_types(
-    model: LabModel,
-    wrap: str,
-    blocks: Sequence[str],
-    is_unit: Callable[[nn.Module], bool] | None,
-    min_numbers: int,
+    model: LabModel, wrap: str, blocks: Sequence[str], is_unit: UnitRule | None, min_numbers: int
 ) -> BlockTypes:
     """Return what becomes a unit in a wrap mode of ``apply_fsdp``; nothing for one unit alone."""
     if wrap == "block":
@@ -167,7 +162,6 @@ _unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def wrap(module: ModuleType) -> ModuleType:
     """Mark a module as a unit where it is constructed, and return it: ``wrap(nn.Linear(4, 4))``.
-
     Pass ``is_marked`` as ``block_types`` to shard the marked modules, as FSDP1's ``wrap`` does.
     """
     _unit_marks.add(module)

@@ -6,7 +6,7 @@ sharded.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,17 +43,15 @@ class GatherErrors(NamedTuple):
 @torch.no_grad()
 def gather_errors(model: nn.Module) -> GatherErrors:
     """Compare what a model gathers with its exact weights."""
+    _reshard_units(model)
+    sharded = [(name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    # clone waits for a gather that may still be on its way.
+    exact = {name: plain_tensors(each.full_tensor().clone()) for name, each in sharded}
     found = [torch.zeros(2)]
-    for name, unit in _fsdp_modules(model).items():
-        unit.reshard()
-        named = unit.named_parameters(name)  # type: ignore[attr-defined]
-        sharded = [(key, each) for key, each in named if isinstance(each, DTensor)]
-        # clone waits for a gather that may still be on its way.
-        exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
-        for key, each in _unshard_unit(name, unit).items():
-            for whole, expected in zip(plain_tensors(each), exact[key], strict=True):
+    for _, gathered in _gather_units(model):
+        for name, each in gathered.items():
+            for whole, expected in zip(plain_tensors(each), exact[name], strict=True):
                 found.append(torch.stack(rounding_errors(whole.float(), expected)).cpu())
-        unit.reshard()
     return GatherErrors(*torch.stack(found).amax(dim=0).tolist())
 
 
@@ -70,42 +68,33 @@ def _rms(numbers: Tensor) -> Tensor:
 
 
 def gather_memory_bytes(model: nn.Module) -> int:
-    """Return the bytes of gathered parameters while their unit computes, summed over units.
-
-    They are the parameters and what was gathered for them; shared memory counts once.
+    """Return the bytes of gathered parameters while their unit computes, summed over units: the
+    parameters and what was gathered for them. Shared memory counts once.
     """
     total = 0
-    units = _fsdp_modules(model)
-    # A unit that a forward pass left gathered would count again for the root.
-    for unit in units.values():
-        unit.reshard()
-    for name, unit in units.items():
-        whole = _unshard_unit(name, unit)
+    for unit, whole in _gather_units(model):
         # What FSDP2 gathered and keeps until a reshard; private to it (2.11 to 2.13).
         group = unit._get_fsdp_state()._fsdp_param_group
         gathered = [each.all_gather_outputs for each in (group.fsdp_params if group else ())]
         held = [*map(plain_tensors, whole.values()), *gathered]
         memory = [tensor.untyped_storage() for tensors in held for tensor in tensors]
         total += sum({storage._cdata: storage.nbytes() for storage in memory}.values())
-        unit.reshard()
     return total
 
 
 def leak_bytes(model: nn.Module) -> dict[str, int]:
     """Gather and free every unit; return the bytes of full parameters that are left, by name.
-
     Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the parameter's memory, and
     does not return it to be freed, leaves a whole parameter on every rank.
     """
     left: dict[str, int] = {}
-    for name, unit in _fsdp_modules(model).items():
-        whole = _unshard_unit(name, unit)
-        unit.reshard()
-        for key, each in whole.items():
+    # A list, so that all units are sharded again.
+    for _, gathered in list(_gather_units(model)):
+        for name, each in gathered.items():
             # A freed tensor keeps its shape, but its storage is empty.
             size = sum(plain.untyped_storage().nbytes() for plain in plain_tensors(each))
             if size:
-                left[key] = size
+                left[name] = size
     return left
 
 
@@ -118,20 +107,26 @@ def refuse_leak(model: nn.Module) -> None:
         )
 
 
-def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+def _reshard_units(model: nn.Module) -> dict[str, FSDPModule]:
+    units = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    # A unit that a forward pass left gathered would count again for the root.
+    for unit in units.values():
+        unit.reshard()
+    return units
 
 
-def _unshard_unit(name: str, unit: FSDPModule) -> dict[str, Tensor]:
-    """Gather a unit, and return its full parameters without those of nested units."""
-    unit.unshard()
-    named = unit.named_parameters(name)  # type: ignore[attr-defined]
-    return {key: each for key, each in named if not isinstance(each, DTensor)}
+def _gather_units(model: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, Tensor]]]:
+    """Gather one unit after another; yield it and its own full parameters, then shard it again."""
+    for name, unit in _reshard_units(model).items():
+        unit.unshard()
+        named = unit.named_parameters(name)  # type: ignore[attr-defined]
+        yield unit, {key: each for key, each in named if not isinstance(each, DTensor)}
+        unit.reshard()
 
 
 def gather_ms(model: nn.Module) -> tuple[float, float]:
     """Return the milliseconds to gather and free every unit in turn, and those spent in hooks."""
-    within: list[float] = []
+    units, within = list(_reshard_units(model).values()), list[float]()
     for parameter in model.parameters():
         shard = parameter._local_tensor  # type: ignore[attr-defined]
         for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
@@ -144,7 +139,7 @@ def gather_ms(model: nn.Module) -> tuple[float, float]:
         dist.barrier()
         within.clear()
         start = time.perf_counter()
-        for unit in _fsdp_modules(model).values():
+        for unit in units:
             unit.unshard()
             unit.reshard()
         _synchronize_gpu()

@@ -1,13 +1,10 @@
 """Gather parameters in fewer bytes: hooks on the plain local tensors of an FSDP2 model.
 
 FSDP2 looks for its two hooks on the local tensor of each sharded parameter, whatever its type. So a
-plain tensor can have them too: ``encode`` turns this rank's rows into the tensors to send, and
-``decode`` turns the gathered tensors into the parameter.
+plain tensor can have them too. The optimizer updates the float32 rows, so rounding only affects
+computation:
 
     float32 rows --encode--> (values, scales) --all-gather--> all of them --decode--> parameter
-
-The optimizer updates the float32 rows, so rounding only affects computation. Gradients are reduced
-as usual.
 
 Shapes: P rows on every rank after padding, W ranks.
 """
@@ -42,9 +39,8 @@ class Extension:
 
 
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
-    """Extend every parameter of two or more dims, and return how many.
-
-    Call it after ``fully_shard`` and ``to_empty``, and before the first forward pass.
+    """Extend every parameter of two or more dims, and return how many; call it after
+    ``fully_shard`` and ``to_empty``, and before the first forward pass.
     """
     # Vectors are small, and a scale per row would send more than it saves.
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -54,10 +50,9 @@ def extend_model(model: nn.Module, extension: str | Extension) -> int:
 
 
 def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
-    """Let FSDP2 gather a matrix with an Extension, or a key of EXTENSIONS, on every rank.
-
-    Shorter shards are padded with zeros before they are encoded; FSDP2 cuts the padding off. What
-    replaces the local tensor drops the hooks silently: moving the model, ``to_empty``,
+    """Let FSDP2 gather a matrix with an Extension, or a key of EXTENSIONS, on every rank. Shorter
+    shards are padded with zeros before they are encoded; FSDP2 cuts the padding off. What replaces
+    the local tensor drops the hooks silently: moving the model, ``to_empty``,
     ``load_state_dict(assign=True)``, and CPU offload in every all-gather.
     """
     chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
@@ -134,9 +129,8 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
-    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided.
-
-    A "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
+    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided. A
+    "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
     numbers share a byte, so rows must have an even length.
     """
     if numbers not in _MAX_VALUES:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 from labkit.torch_private import (
@@ -42,7 +41,6 @@ _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)
 
 class TwoTensor(Tensor):
     """Two tensors of equal shape, strides, offset, dtype and device that share every operation.
-
     Autograd follows the TwoTensor; its halves ``a`` and ``b``, whose memory is shared, have no
     gradient. An operation that writes into a plain tensor (``out=``) leaves the result of ``a``
     there. FSDP2 reduces gradients in this way, so both halves are updated with the gradient of
@@ -81,7 +79,9 @@ class TwoTensor(Tensor):
         return TwoTensor(inner["a"], inner["b"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
         # b first, so that a plain out= keeps the result of a.
@@ -95,18 +95,12 @@ class TwoTensor(Tensor):
         return return_and_correct_aliasing(func, args, kwargs, result)
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what FSDP2 sends of this rank's shard: both halves [P, ...], and no ``metadata``.
-
         FSDP2 counts the parameters of this method. ``(self, mesh)`` is enough for shards of equal
         length; with all five it also gets the whole parameter's shape, which a shorter last shard
-        needs for its padding. It refuses any other number.
+        needs for its padding.
         """
         # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
         rows = -(-outer_size[0] // mesh.size())
@@ -121,7 +115,6 @@ class TwoTensor(Tensor):
         out: TwoTensor | None = None,
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
         """Build the whole parameter on the first call, and name what to free; then only refill it.
-
         All rows of a and of b have arrived, [W * P, ...] each, with padding. Autograd may have
         saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
         gathered and the returned tensors again, and passes the parameter as ``out``.
