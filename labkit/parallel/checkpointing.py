@@ -85,11 +85,18 @@ def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Modu
     return [block for block in blocks if block not in inside]
 
 
-def missing_blocks_error(model: nn.Module, block_types: Collection[str]) -> ValueError:
-    """Make the error for a model without blocks of these classes, which lists those it has."""
-    wanted, kind = ", ".join(sorted(block_types)), type(model).__name__
+def missing_blocks_error(
+    model: nn.Module, block_types: BlockTypes, apart: Collection[nn.Module] = ()
+) -> ValueError:
+    """Make the error for a model without blocks, or with only these, which others have taken."""
+    kind = type(model).__name__
+    if apart:
+        kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
+        return ValueError(f"all blocks of {kind} ({kinds}) are ignored or local: wrap others")
+    if callable(block_types):
+        return ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
     has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-    return ValueError(f"no block of type {wanted} in {kind}: it has {has}")
+    return ValueError(f"no block of type {', '.join(sorted(block_types))} in {kind}: it has {has}")
 
 
 def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:

@@ -34,7 +34,7 @@ def fsdp_units(
     found = find_blocks(model, block_types)
     blocks = [block for block in found if block not in outside and list(block.parameters())]
     if block_types and not blocks:
-        _refuse_without_blocks(model, block_types, outside.intersection(found))
+        raise checkpointing.missing_blocks_error(model, block_types, outside.intersection(found))
     if unknown := sorted(index for index in skip if index >= len(blocks)):
         there = f"the model has {len(blocks)}, from 0"
         raise ValueError(f"skip {unknown} counts blocks that are not there: {there}")
@@ -57,18 +57,6 @@ def fsdp_units(
                 unit.append(wrappers.get(module, module))
                 unit_names[module] = name
     return units
-
-
-def _refuse_without_blocks(
-    model: nn.Module, block_types: BlockTypes, apart: Collection[nn.Module]
-) -> None:
-    kind = type(model).__name__
-    if apart:
-        kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
-        raise ValueError(f"all blocks of {kind} ({kinds}) are ignored or local: wrap others")
-    if callable(block_types):
-        raise ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
-    raise checkpointing.missing_blocks_error(model, block_types)
 
 
 def inner_first(units: Units) -> Iterator[list[nn.Module]]:
@@ -109,7 +97,7 @@ def choose_block_types(
 
 def layer_types(model: nn.Module) -> tuple[str, ...]:
     """Return class names of the modules that own parameters, for ``--wrap layer``."""
-    owners = [module for module in _callable_parts(model) if _owns_parameters(module)]
+    owners = [m for m in _callable_parts(model) if list(m.parameters(recurse=False))]
     return tuple(sorted({type(module).__name__ for module in owners}))
 
 
@@ -131,10 +119,6 @@ def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
     return tuple(chosen)
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
 def _callable_parts(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are called, so that hooks can gather for them; outer ones first."""
     uncalled = {model}
@@ -153,7 +137,7 @@ def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     return [
         part
         for part in _callable_parts(model)
-        if _owns_parameters(part) or not modules_sharing_weights(model, part)
+        if list(part.parameters(recurse=False)) or not modules_sharing_weights(model, part)
     ]
 
 
