@@ -29,8 +29,9 @@ _SCROLL_STYLE = (
 
 
 class ProgramListing:
-    """A program's compute, collectives and waits, one line each. ``names`` are labels for buffers,
-    such as {"arg4_1": "fc4.weight"}.
+    """A program's compute, collectives and waits, one line each.
+
+    ``names`` are labels for buffers, such as {"arg4_1": "fc4.weight"}.
     """
 
     def __init__(self, code: str, names: Mapping[str, str] | None = None):

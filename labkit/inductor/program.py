@@ -95,6 +95,7 @@ class InductorProgram:
 
     def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
         """Return the tensors that were copied into one flat buffer, in order, or the tensor itself.
+
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
         candidates = [sent]

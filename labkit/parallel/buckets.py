@@ -44,6 +44,7 @@ def apply_gradient_buckets(
 
 class GradientBuckets:
     """Average every ``parameter.grad`` over all ranks of a mesh by the end of the backward pass.
+
     Parameters come in the order of the forward pass. Every backward pass must produce a gradient
     for each, because the last one completes the exchange. If one is missing, every rank raises
     ValueError and no rank hangs.

@@ -38,6 +38,7 @@ def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
     """Checkpoint the outermost blocks of these classes in place, and return how many there are.
+
     ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses.
     """
     chosen = outer_blocks(model, block_types)

@@ -76,17 +76,16 @@ def apply_technique(
     *,
     fuse: FuseMode = "coalesced",
     bucket_mb: float = DEFAULT_BUCKET_MB,
-    inductor: bool = True,
-    late_waits: bool = True,
-    yours: Callable[..., nn.Module] | None = None,
+    inductor: bool = True,  # generate code; otherwise run the traced graphs
+    late_waits: bool = True,  # wait where a gradient is first used
+    yours: Callable[..., nn.Module] | None = None,  # called like apply_ddp
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Apply one technique on a mesh of one axis; run the forward and backward passes in this
-    context. It yields the model to call, and a list that fills with the code that inductor
-    generates.
+    """Apply one technique; run both passes in this context.
+
+    It yields the model to call, and a list that fills with the code that inductor generates.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
-    # ``compiled`` is ``replicate``; ``yours`` is called like ``apply_ddp``.
     apply: Callable[..., Any] = apply_ddp if mode in ("ddp", "compiled_ddp") else apply_replicate
     if mode == "yours":
         assert yours and case.dtype == torch.float32, "the program refuses other cases"
@@ -108,8 +107,9 @@ def apply_technique(
 def apply_ddp(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> DistributedDataParallel:
-    """Wrap a model with DistributedDataParallel, which copies rank 0's parameters to all ranks. A
-    bucket is sent once it holds ``bucket_mb`` MiB; at the default of 25, the first one at 1 MiB
+    """Wrap a model with DistributedDataParallel, which copies rank 0's parameters to all ranks.
+
+    A bucket is sent once it holds ``bucket_mb`` MiB; at the default of 25, the first one at 1 MiB
     already. The first backward pass sends everything in one bucket, because only then does DDP
     learn in which order gradients become ready.
     """
@@ -119,9 +119,10 @@ def apply_ddp(
 def apply_replicate(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> nn.Module:
-    """Replicate a model in place, without a wrapper: parameter names stay. See ``apply_ddp``.
-    Parameters that are DTensors on another axis leave ``parameters()`` after the first forward
-    pass.
+    """Replicate a model in place, without a wrapper: parameter names stay.
+
+    See ``apply_ddp``. Parameters that are DTensors on another axis leave ``parameters()`` after the
+    first forward pass.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -133,6 +134,7 @@ def _bucket_cap_mb(bucket_mb: float) -> float | None:
 
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Round gradients to a shorter dtype before they are summed, and convert the sum to float32.
+
     Compiled, every gradient then travels alone: inductor only fuses all-reduces whose result is the
     gradient.
     """
@@ -165,11 +167,12 @@ def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
 def fuse_all_reduces(
     mode: FuseMode = "coalesced", bucket_mb: float = DEFAULT_BUCKET_MB, *, late_waits: bool = True
 ) -> Iterator[None]:
-    """Let the compiler average DDP's gradients and fuse the all-reduces into buckets. Build, call
-    and differentiate models inside, with the backward pass in ``compile_backward``. ``coalesced``
-    passes a bucket's gradients to one call, ``concat`` copies them into one flat tensor, ``none``
-    sends each alone. A bucket closes once it holds ``bucket_mb`` MiB, the first one at 1 MiB. With
-    ``late_waits`` the program waits where a gradient is first used.
+    """Let the compiler average DDP's gradients and fuse the all-reduces into buckets.
+
+    Build, call and differentiate models inside, with the backward pass in ``compile_backward``.
+    ``coalesced`` passes a bucket's gradients to one call, ``concat`` copies them into one flat
+    tensor, ``none`` sends each alone. A bucket closes once it holds ``bucket_mb`` MiB, the first
+    one at 1 MiB. With ``late_waits`` the program waits where a gradient is first used.
     """
     # Imported here, because they load the compiler.
     from labkit.torch_private import counters, ddp_fusion
@@ -211,6 +214,7 @@ def fuse_all_reduces(
 @contextlib.contextmanager
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     """Trace ``backward()`` with compiled autograd, DDP's all-reduces included, and compile it.
+
     Without ``inductor`` the traced graph runs as it is, with nothing fused.
     """
     from labkit.torch_private import compiled_autograd

@@ -16,19 +16,15 @@ Extension, or a function that converts each parameter to a tensor type with hook
 
 
 def apply_extension(
-    model: nn.Sequential,
+    model: nn.Sequential,  # on the meta device, call add_extension_hooks after to_empty
+    # On one rank FSDP2 copies the first of the sent tensors and drops the others (torch 2.13).
     mesh: DeviceMesh,
     extension: ExtensionChoice,
     *,
     reshard_after_forward: bool = True,
-    **policies: Any,
+    **policies: Any,  # for fully_shard
 ) -> nn.Sequential:
-    """Shard a model, one unit per child, and gather its parameters with an extension. The mesh has
-    one axis of two ranks or more: on one, FSDP2 copies the first sent tensor and drops the others
-    (torch 2.13). ``policies`` go to ``fully_shard``. From the meta device, call
-    ``add_extension_hooks`` once ``to_empty`` has made new tensors; a ``TwoTensor``'s hooks belong
-    to its type.
-    """
+    """Shard a model, one unit per child, and gather its parameters with an extension."""
     # Before fully_shard, which asks a parameter's type for hooks.
     if extension == "two_tensor":
         tensors.convert_parameters(model)
@@ -45,6 +41,6 @@ def apply_extension(
 
 
 def add_extension_hooks(model: nn.Module, extension: ExtensionChoice) -> None:
-    """Add an extension's hooks to the parameters of a sharded model."""
+    """Add an extension's hooks to a sharded model's parameters; a ``TwoTensor``'s type has them."""
     if not callable(extension) and extension not in ("none", "two_tensor"):
         tensors.extend_model(model, extension)

@@ -44,22 +44,18 @@ GATHER_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.f
 
 
 def apply_fsdp2(
-    model: nn.Module,
-    mesh: DeviceMesh,
+    model: nn.Module,  # equal on all ranks, or on the meta device
+    mesh: DeviceMesh,  # axes as for apply_fsdp
     *,
-    block_types: BlockTypes,
-    skip: Collection[int] = (),
-    reshard_after_forward: bool = True,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: torch_fsdp.OffloadPolicy | None = None,
-    local_modules: Collection[nn.Module] = (),
-    ignored_modules: Collection[nn.Module] = (),
+    block_types: BlockTypes,  # what becomes a unit
+    skip: Collection[int] = (),  # blocks to leave to the root, counted from 0
+    reshard_after_forward: bool = True,  # free a unit's full parameters after its forward pass
+    mp_policy: MixedPrecisionPolicy | None = None,  # dtypes of compute and of reduction
+    offload_policy: torch_fsdp.OffloadPolicy | None = None,  # whether shards stay on the host
+    local_modules: Collection[nn.Module] = (),  # differ from rank to rank
+    ignored_modules: Collection[nn.Module] = (),  # stay plain and whole, and are not averaged
 ) -> Units:
-    """Shard a model in place, blocks first and then the root, and return its units by name. The
-    model is equal on all ranks, or on the meta device. ``skip`` leaves blocks to the root, counted
-    from 0. ``local_modules`` differ from rank to rank; ``ignored_modules`` stay plain and whole on
-    every rank, and are not averaged.
-    """
+    """Shard a model in place, blocks first and then the root, and return its units by name."""
     outside = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, outside, skip)
     wrapped = [module for modules in units.values() for module in modules]
@@ -116,24 +112,22 @@ def apply_fsdp1(
     model: nn.Module,
     *,
     block_types: BlockTypes,
-    use_checkpointing: bool = False,
-    use_wrap_policy: bool = True,
+    use_checkpointing: bool = False,  # checkpoint the blocks inside their units
+    use_wrap_policy: bool = True,  # make units of blocks; otherwise the model is one unit
     skip: Collection[int] = (),
     reshard_after_forward: bool = True,
     mixed_precision: torch_fsdp.MixedPrecision | None = None,
     cpu_offload: bool = False,
     local_modules: Collection[nn.Module] = (),
     ignored_modules: Collection[nn.Module] = (),
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,  # by default one axis of all ranks
+    # Gather the next unit before this one's gradients are computed, after, or when it is needed.
     backward_prefetch: Literal["pre", "post", "none"] = "pre",
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    use_orig_params: bool = True,
+    forward_prefetch: bool = False,  # gather the next unit before this one computes
+    limit_all_gathers: bool = True,  # let the CPU run ahead of a GPU by at most two gathers
+    use_orig_params: bool = True,  # keep the parameters' names; otherwise each unit is flat
 ) -> FullyShardedDataParallel:
-    """Wrap a model with FullyShardedDataParallel, the older API, to compare with ``apply_fsdp2``.
-    ``use_checkpointing`` checkpoints the blocks inside their units; without ``use_wrap_policy`` the
-    model is one unit. ``launch.fsdp_matrix`` explains FSDP1's own options.
-    """
+    """Wrap a model with FullyShardedDataParallel, the older API, to compare with FSDP2."""
     if cpu_offload and not torch.cuda.is_available():
         raise ValueError("FSDP1 pins the memory for offload, which needs a GPU: use fsdp 2")
     if use_checkpointing:
@@ -177,26 +171,26 @@ def apply_fsdp1(
 
 
 def apply_fsdp(
-    model: LabModel,
-    mesh: DeviceMesh,
+    model: LabModel,  # checkpointed and compiled before
+    mesh: DeviceMesh,  # data: shares parameters; alone: one rank, for local modules
     *,
-    wrap: WrapMode = "block",
+    wrap: WrapMode = "block",  # what becomes a unit; none: gradients are averaged, as in DDP
     fsdp: Literal[1, 2] = 2,
-    blocks: Sequence[str] = (),
+    blocks: Sequence[str] = (),  # class names, by default the model's own
     skip: Collection[int] = (),
     precision: Precision = "fp32",
     offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: bool = False,
     is_unit: UnitRule | None = None,
-    min_numbers: int = 1,
+    min_numbers: int = 1,  # parameters that make a unit if wrap is size
     ignore: Collection[str] = (),
     **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
-    """Distribute a model with the options of ``launch.fsdp_matrix``; return what to call, and its
-    units. The mesh has axes ``data``, over which parameters are sharded, and ``alone`` of length 1,
-    for local modules. A first axis ``replicate`` makes hybrid sharding: each ``data`` line holds a
-    whole model. Apply checkpointing and compiling before.
+    """Distribute a model as ``launch.fsdp_matrix`` asks; return what to call, and its units.
+
+    A first axis ``replicate`` of the mesh makes hybrid sharding: each ``data`` line holds a whole
+    model.
     """
     ignored = checkpointing.find_blocks(model, ignore)
     # Every rank holds all parameters, as with DDP.

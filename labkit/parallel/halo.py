@@ -71,6 +71,7 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
     """Start to send a halo's gradients to the owners of its columns: ``pad_with_halo``'s adjoint.
+
     Return a function that waits, and returns the strip's gradient with the neighbours' parts added.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
@@ -90,8 +91,9 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to send ``first`` to the rank before and ``last`` to the rank after. Return a function
-    that waits, and returns what both sent; None at a border of the image.
+    """Start to send ``first`` to the rank before and ``last`` to the rank after.
+
+    Return a function that waits, and returns what both sent; None at a border of the image.
     """
     inbox: list[Tensor | None] = []
     calls: list[dist.P2POp] = []
@@ -156,8 +158,9 @@ def convolution_settings(conv: nn.Conv2d, dim: int) -> Settings:
 def halo_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: Settings
 ) -> Tensor:
-    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output. A
-    collective: every rank of the line must call it, forward and backward, in the same order. The
+    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output.
+
+    A collective: every rank of the line must call it, forward and backward, in the same order. The
     gradients of weight and bias are this rank's terms of a sum.
     """
     size = x.shape[strip.dim]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield this rank's vector after each of the 2 (ranks - 1) steps; the last one is the sum. A
-    collective; the vectors are equally long, and stay as they are.
+    """Yield this rank's vector after each of the 2 (ranks - 1) steps; the last one is the sum.
+
+    A collective; the vectors are equally long, and stay as they are.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = list(tensor.clone().tensor_split(ranks))

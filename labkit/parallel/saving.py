@@ -31,8 +31,9 @@ CHECKPOINTS_TO_KEEP = 2
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save parameters, buffers, the optimizer's state and the step, at a new path. A collective.
-    The model is plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
+    """Save parameters, buffers, the optimizer's state and the step, at a new path.
+
+    A collective. The model is plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -65,8 +66,9 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 class CheckpointFolder:
-    """A folder of saves that all ranks see; training resumes from the newest complete one. The
-    constructor, which makes the folder, and all methods are collectives.
+    """A folder of saves that all ranks see; training resumes from the newest complete one.
+
+    The constructor, which makes the folder, and all methods are collectives.
     """
 
     def __init__(self, folder: Path):

@@ -40,18 +40,17 @@ Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
 
 def apply_spatial(
     model: ConvNeXt,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh,  # (space), or (data, space)
     *,
-    strategy: Strategy,
-    tensor_dim: int = 3,
-    mesh_dim: int | str | None = None,
-    pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
+    strategy: Strategy,  # see the module's table
+    tensor_dim: int = 3,  # 2 cuts the height, 3 the width
+    mesh_dim: int | str | None = None,  # index or name of the strips' axis; by default the last
+    pad: Callable[[Tensor, int, Strip], Tensor] | None = None,  # replaces labkit's exchange
 ) -> ConvNeXt:
-    """Shard a model's activations in place, along dim 2 (height) or 3 (width) of its images, on a
-    mesh (space) or (data, space). A collective, in which all ranks take the parameters of the
-    first. ``mesh_dim`` is the index or name of the strips' axis; ``pad`` replaces labkit's exchange
-    of columns. Zero the gradients before each backward pass: with DTensors and a data axis, old
-    gradients would be divided by the number of data ranks again.
+    """Shard a model's activations in place, and give all ranks the parameters of the first.
+
+    Zero the gradients before each backward pass: with DTensors and a data axis, old gradients would
+    be divided by the number of data ranks again.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -88,17 +87,15 @@ def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
 
 
 def shard_batch(
-    images: Tensor,
-    labels: Tensor,
+    images: Tensor,  # [N, C, H, W]
+    labels: Tensor,  # [N]
     mesh: DeviceMesh,
     *,
     tensor_dim: int = 3,
     mesh_dim: int | str | None = None,
-    stride: int = 1,
+    stride: int = 1,  # the network's total stride, 32 for four stages, which divides every strip
 ) -> tuple[DTensor, Tensor]:
-    """Return this rank's strips of images [N, C, H, W] and its labels, of a batch that every rank
-    holds. Every strip is a multiple of ``stride``, the network's total stride (32 for four stages).
-    """
+    """Return this rank's strips and labels of a batch that every rank holds; sends nothing."""
     axis = axis_index(mesh, mesh_dim)
     widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
     index = mesh.get_local_rank(axis)
@@ -226,6 +223,7 @@ def _replicate_parameters(model: nn.Module, mesh: DeviceMesh, data_ranks: int) -
 
 def _relabel_as_strips(model: nn.Module) -> None:
     """Mark every convolution's output as strips, where torch calls it replicated, to demonstrate.
+
     The model then trains, but every value that depends on a halo or on a sum over ranks is wrong.
     Without this, training fails later, with an error that hides the cause.
     """

@@ -43,14 +43,13 @@ def apply_tensor_parallel(
     model: MLPStack,
     mesh: DeviceMesh,
     *,
-    sequence_parallel: bool,
-    plan: Mapping[str, parallel.ParallelStyle] | None = None,
+    sequence_parallel: bool,  # cut the sequence between the MLPs (evenly, before torch 2.13)
+    plan: Mapping[str, parallel.ParallelStyle] | None = None,  # by default pairs of layers
 ) -> MLPStack:
-    """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place. Ranks of one
-    ``tp`` line take the same samples and return the same result, plain tensors [N, S, D].
-    Parameters become DTensors, unless ``tp`` has one rank. ``sequence_parallel`` cuts the sequence
-    between the MLPs and in the norm (evenly, before torch 2.13). ``plan`` replaces the pairs of
-    column- and row-parallel layers.
+    """Share a stack's matrices over the axis ``tp`` of a mesh (data, tp), in place.
+
+    Ranks of one ``tp`` line take and return the same plain tensors, [N, S, D]. Parameters become
+    DTensors, unless ``tp`` has one rank.
     """
     # Both axes, because FSDP cuts each rank's share of a matrix once more.
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
@@ -73,6 +72,7 @@ def apply_decoder_tensor_parallel(
     model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
     """Share a decoder's matrices, embedding and output included, over ``tp`` of a mesh (data, tp).
+
     The logits stay a DTensor that is cut over the vocabulary: compute the loss and its backward
     pass in torch's ``loss_parallel()``, which sends three elements per token. ``sequence_parallel``
     cuts the sequence evenly, between the pairs and in the norms.
@@ -82,8 +82,9 @@ def apply_decoder_tensor_parallel(
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over ``tp`` of a mesh (data, tp), with plain parameters for DDP. The
-    result, to call and to train, takes and returns plain tensors [..., D].
+    """Share a chain's matrices over ``tp`` of a mesh (data, tp), with plain parameters for DDP.
+
+    The result, to call and to train, takes and returns plain tensors [..., D].
     """
     _check_widths(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
@@ -92,6 +93,7 @@ def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainPa
 
 class PlainParameters(nn.Module):
     """A tensor-parallel model on one mesh whose parameters are plain tensors, as DDP needs them.
+
     Each forward pass makes DTensors of them. With DTensor parameters ``replicate`` would leave
     ``parameters()`` empty after the first step, and the second step of a compiled model would fail
     (pytorch/pytorch#152712).

@@ -28,6 +28,7 @@ def fsdp_units(
     skip: Collection[int] = (),
 ) -> Units:
     """Return the modules of each unit, in the order of the model; the rest belongs to the root.
+
     ``local_modules`` stay out of all units. ``skip`` leaves blocks to the root, counted from 0.
     """
     outside = {part for module in local_modules for part in module.modules()}
@@ -146,6 +147,7 @@ _unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def wrap(module: ModuleType) -> ModuleType:
     """Mark a module as a unit where it is constructed, and return it: ``wrap(nn.Linear(4, 4))``.
+
     Pass ``is_marked`` as ``block_types`` to shard the marked modules, as FSDP1's ``wrap`` does.
     """
     _unit_marks.add(module)

@@ -68,8 +68,9 @@ def _rms(numbers: Tensor) -> Tensor:
 
 
 def gather_memory_bytes(model: nn.Module) -> int:
-    """Return the bytes of gathered parameters while their unit computes, summed over units: the
-    parameters and what was gathered for them. Shared memory counts once.
+    """Return the bytes of gathered parameters while their unit computes, summed over units.
+
+    They are the parameters and what was gathered for them; shared memory counts once.
     """
     total = 0
     for unit, whole in _gather_units(model):
@@ -84,6 +85,7 @@ def gather_memory_bytes(model: nn.Module) -> int:
 
 def leak_bytes(model: nn.Module) -> dict[str, int]:
     """Gather and free every unit; return the bytes of full parameters that are left, by name.
+
     Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the parameter's memory, and
     does not return it to be freed, leaves a whole parameter on every rank.
     """

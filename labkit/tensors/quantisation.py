@@ -50,9 +50,10 @@ def extend_model(model: nn.Module, extension: str | Extension) -> int:
 
 
 def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
-    """Let FSDP2 gather a matrix with an Extension, or a key of EXTENSIONS, on every rank. Shorter
-    shards are padded with zeros before they are encoded; FSDP2 cuts the padding off. What replaces
-    the local tensor drops the hooks silently: moving the model, ``to_empty``,
+    """Let FSDP2 gather a matrix with an Extension, or a key of EXTENSIONS, on every rank.
+
+    Shorter shards are padded with zeros before they are encoded; FSDP2 cuts the padding off. What
+    replaces the local tensor drops the hooks silently: moving the model, ``to_empty``,
     ``load_state_dict(assign=True)``, and CPU offload in every all-gather.
     """
     chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
@@ -129,8 +130,9 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
-    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided. A
-    "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
+    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided.
+
+    A "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
     numbers share a byte, so rows must have an even length.
     """
     if numbers not in _MAX_VALUES:

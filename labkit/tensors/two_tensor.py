@@ -41,6 +41,7 @@ _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)
 
 class TwoTensor(Tensor):
     """Two tensors of equal shape, strides, offset, dtype and device that share every operation.
+
     Autograd follows the TwoTensor; its halves ``a`` and ``b``, whose memory is shared, have no
     gradient. An operation that writes into a plain tensor (``out=``) leaves the result of ``a``
     there. FSDP2 reduces gradients in this way, so both halves are updated with the gradient of
@@ -98,6 +99,7 @@ class TwoTensor(Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what FSDP2 sends of this rank's shard: both halves [P, ...], and no ``metadata``.
+
         FSDP2 counts the parameters of this method. ``(self, mesh)`` is enough for shards of equal
         length; with all five it also gets the whole parameter's shape, which a shorter last shard
         needs for its padding.
@@ -115,6 +117,7 @@ class TwoTensor(Tensor):
         out: TwoTensor | None = None,
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
         """Build the whole parameter on the first call, and name what to free; then only refill it.
+
         All rows of a and of b have arrived, [W * P, ...] each, with padding. Autograd may have
         saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
         gathered and the returned tensors again, and passes the parameter as ``out``.
