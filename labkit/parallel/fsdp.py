@@ -212,7 +212,7 @@ def apply_fsdp(
         shared |= {"mixed_precision": mixed, "cpu_offload": offload, "mesh": mesh}
         wrapped = apply_fsdp1(model, **shared, **fsdp1_options)
         # FSDP1 returns a wrapper, which holds the units; FSDP2 changes the model in place.
-        found = {
+        found: Units = {
             checkpointing.plain_name(name) or ROOT: [module]
             for name, module in wrapped.named_modules()
             if isinstance(module, FullyShardedDataParallel)

@@ -130,10 +130,8 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     axis = dim - 2
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        padding, mode = conv.padding, conv.padding_mode
-        raise ValueError(
-            f"padding {padding!r} with mode {mode!r} cannot be sharded: use a number and zeros"
-        )
+        unfit = f"padding {conv.padding!r} with mode {conv.padding_mode!r}"
+        raise ValueError(f"{unfit} cannot be sharded: use a number and zeros")
     padding, reach = conv.padding[axis], dilation * (kernel - 1)
     # Output columns equal input columns, and windows reach ``padding`` columns beyond.
     if stride == 1 and 2 * padding == reach:

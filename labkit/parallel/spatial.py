@@ -123,7 +123,7 @@ class HaloConv2d(nn.Module):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
         settings = halo.convolution_settings(conv, strip.dim)
-        how = {"halo": halo_columns, "strip": strip, "settings": settings}
+        how: dict[str, Any] = {"halo": halo_columns, "strip": strip, "settings": settings}
         self.convolve = partial(halo.halo_conv2d, **how)
 
     def forward(self, x: Tensor) -> Tensor:
