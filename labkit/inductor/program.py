@@ -105,23 +105,22 @@ class InductorProgram:
         if maker:
             views = [self.views[name] for name in maker.buffers]
             candidates += [view for view in views if view.elements == sent.elements]
-        before = [view for line, view in self._reinterpreted if line.number < request.number]
+        # The first shape after the all-reduce is the gradient's own; before it, parts may be flat.
+        before: list[BufferView] = []
+        shapes: dict[tuple[int, int], Shape | None] = {}
+        for line, view in self._reinterpreted:
+            if line.number < request.number:
+                before.append(view)
+            elif view.root == sent.root:
+                shapes.setdefault((view.offset, view.elements), view.shape)
         for source in candidates:
             by_offset = {view.offset: view for view in before if view.root == source.root}
             parts = [by_offset[offset] for offset in sorted(by_offset)]
             if _is_gapless(parts, sent.elements):
-                pieces = [replace(sent, offset=part.offset, shape=part.shape) for part in parts]
-                return [self._view_after_wait(piece, request) for piece in pieces]
+                own = [shapes.get((part.offset, part.elements), part.shape) for part in parts]
+                pairs = zip(parts, own, strict=True)
+                return [replace(sent, offset=part.offset, shape=shape) for part, shape in pairs]
         return [sent]
-
-    def _view_after_wait(self, part: BufferView, request: ProgramLine) -> BufferView:
-        """Return the part in the first shape that the program gives it after the all-reduce."""
-        place = (part.root, part.offset, part.elements)
-        for line, view in self._reinterpreted:
-            same_place = (view.root, view.offset, view.elements) == place
-            if same_place and line.number > request.number:
-                return replace(part, shape=view.shape)
-        return part
 
     def _read_statement(self, number: int, statement: ast.stmt, text: str) -> None:
         self._update_views(statement)
