@@ -123,8 +123,9 @@ class HaloConv2d(nn.Module):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
         settings = halo.convolution_settings(conv, strip.dim)
-        how: dict[str, Any] = {"halo": halo_columns, "strip": strip, "settings": settings}
-        self.convolve = partial(halo.halo_conv2d, **how)
+        self.convolve: Callable[..., Tensor] = partial(
+            halo.halo_conv2d, halo=halo_columns, strip=strip, settings=settings
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
