@@ -29,7 +29,6 @@ from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import ExtensionChoice, apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import sample_seed
-from labkit.tensors.gather_time import gather_ms
 from labkit.theory.extensions import FINAL_STEPS, SCALE_GRANULARITY
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -228,7 +227,7 @@ def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) ->
     # Tiles of a step after the last, which neither model has seen.
     losses = (tile_loss(config, here, config.steps, network) for network in (model, exact))
     rounded, right = (tensors.plain_tensors(loss)[0] for loss in losses)
-    taken, within_hooks = gather_ms(model)
+    taken, within_hooks = tensors.gather_ms(model)
     costs = {"weight_error": errors.largest, "weight_rms_error": errors.rms}
     costs |= {"loss_change": float(rounded / right - 1)}
     costs |= {"gather_ms": taken, "hooks_ms": within_hooks}

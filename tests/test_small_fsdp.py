@@ -97,7 +97,7 @@ def refused(what):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("left out", "net.0.weight is in no unit, and nobody but a unit gathers it"),
+        ("left out", "net.0.weight is in no unit, and only units gather: they must hold each parameter once"),
         ("twice", "two units share a parameter"),
         ("no share", "unit 0 has 88 numbers, so each of 2 ranks keeps 44 in a flat nn.Parameter; the function gave a "
          "Parameter of shape (3,)"),

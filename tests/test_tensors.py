@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import tensors
 from labkit.parallel.extensions import apply_extension
 from labkit.session.traffic import CommunicationCounter
-from labkit.tensors import Extension, TwoTensor
-from labkit.tensors.gather_time import gather_ms
+from labkit.tensors import Extension, TwoTensor, gather_ms
 from labkit.tensors.quantisation import EXTENSIONS
 from labkit.theory import extensions as theory
 
@@ -181,7 +180,7 @@ def wrong_encode(sends):
         (wrong_encode(lambda shard: (shard[:-1], shard)), r"decode gave \(4, 6\) .* not .*\(6, 6\)"),
         (
             Extension(("x",), lambda x: (x,), lambda gathered, dtype: torch.zeros(12, 6, dtype=dtype)[:6]),
-            "a view of a larger tensor, which cannot be freed by itself",
+            "a view of a larger tensor, which cannot be freed: clone it",
         ),
     ],
 )

@@ -25,34 +25,23 @@ _CALL_PATTERNS: tuple[tuple[LineKind, str], ...] = (
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """One line of the program.
+    """One line of the program."""
 
-    Attributes:
-        number: counted from ``def call``, which is line 1.
-        kind: views, checks of shapes, reuse of memory and ``return`` are "other".
-        name: of the operation, such as ``all_reduce_`` or ``cpp_fused_1``.
-        buffers: the inputs (``arg3_1``) and buffers (``buf7``) that it names, each once, in order.
-        text: as written.
-    """
-
-    number: int
-    kind: LineKind
-    name: str
-    buffers: tuple[str, ...]
-    text: str
+    number: int  # counted from ``def call``, which is line 1
+    kind: LineKind  # views, checks of shapes, reuse of memory and ``return`` are "other"
+    name: str  # of the operation, such as ``all_reduce_`` or ``cpp_fused_1``
+    buffers: tuple[str, ...]  # the inputs (arg3_1) and buffers (buf7) it names, each once, in order
+    text: str  # as written
 
 
 @dataclass(frozen=True)
 class BufferView:
-    """A part of the memory that was allocated under the name ``root``.
-
-    ``offset`` is in elements. ``shape`` and ``dtype`` are None if the program does not give them.
-    """
+    """A part of the memory that was allocated under the name ``root``."""
 
     name: str
     root: str
-    offset: int = 0
-    shape: Shape | None = None
+    offset: int = 0  # in elements
+    shape: Shape | None = None  # None if the program does not give it, as the dtype
     dtype: str | None = None
 
     @property
@@ -63,47 +52,35 @@ class BufferView:
 
 @dataclass
 class CollectiveRequest:
-    """A collective.
-
-    Attributes:
-        line: starts it.
-        sent: the tensors handed in.
-        pending: roots of results that have not been waited for.
-        waits: lines that wait for it.
-        too_early: whether a result was used before a wait.
-    """
+    """A collective, and what the program does with its results."""
 
     line: ProgramLine
     sent: list[BufferView]
-    pending: set[str]
+    pending: set[str]  # roots of results that have not been waited for
     waits: list[ProgramLine] = field(default_factory=list)
-    too_early: bool = False
-
-    def is_pending(self, root: str) -> bool:
-        """Whether this memory is, or contains, a pending result."""
-        return any(result == root or result.startswith(f"{root}[") for result in self.pending)
+    too_early: bool = False  # whether a result was used before a wait
 
 
 class InductorProgram:
     """The parsed function, with its lines and collectives in order, and views by name."""
 
     def __init__(self, code: str):
-        self._source = code.splitlines()
-        function = _find_call_function(code)
         self.lines: list[ProgramLine] = []
         self.requests: list[CollectiveRequest] = []
         # Inductor assigns every name only once.
         self.views: dict[str, BufferView] = {}
-        # Dtypes of inputs stand only in the benchmark that every program has at its end.
-        self._dtypes = dict(
-            re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE)
-        )
         self._reinterpreted: list[tuple[ProgramLine, BufferView]] = []
-        by_line: dict[int, list[ast.stmt]] = {}
+        # Dtypes of inputs stand only in the benchmark that every program has at its end.
+        inputs = r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)"
+        self._dtypes = dict(re.findall(inputs, code, re.MULTILINE))
+        source, function = code.splitlines(), _find_call_function(code)
+        statements: dict[int, ast.stmt] = {}
         for statement in _flatten_statements(function.body):
-            by_line.setdefault(statement.lineno, []).append(statement)
-        for lineno, statements in by_line.items():
-            self._read_statements(lineno - function.lineno + 1, statements)
+            # The first statement of a line counts: ``buf7 = buf3; del buf3  # reuse``.
+            statements.setdefault(statement.lineno, statement)
+        for start, statement in statements.items():
+            text = " ".join(line.strip() for line in source[start - 1 : statement.end_lineno])
+            self._read_statement(start - function.lineno + 1, statement, text)
 
     @property
     def all_reduces(self) -> list[CollectiveRequest]:
@@ -113,11 +90,8 @@ class InductorProgram:
     def overlap_lines(self, request: CollectiveRequest) -> tuple[ProgramLine, ...]:
         """Return the kernels and externs between a collective and the first wait for it."""
         end = request.waits[0].number if request.waits else math.inf
-        compute = self._compute_lines(after=request.line.number)
-        return tuple(line for line in compute if line.number < end)
-
-    def _compute_lines(self, after: int = 0) -> list[ProgramLine]:
-        return [line for line in self.lines if line.number > after and line.kind in COMPUTE_KINDS]
+        compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
+        return tuple(line for line in compute if request.line.number < line.number < end)
 
     def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
         """Return the tensors that were copied into one flat buffer, in order, or the tensor itself.
@@ -125,85 +99,63 @@ class InductorProgram:
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
         candidates = [sent]
-        for line in reversed(self._compute_lines()):
-            if line.number < request.number and sent.root in self._memory_roots(line):
-                views = [self.views[name] for name in line.buffers]
-                candidates += [view for view in views if view.elements == sent.elements]
-                break
-        before = [view for line, view in self._reinterpreted if line.number < request.number]
+        earlier = reversed(self.lines[: self.lines.index(request)])
+        kernels = (line for line in earlier if line.kind in COMPUTE_KINDS)
+        maker = next((line for line in kernels if sent.root in self._memory_roots(line)), None)
+        if maker:
+            views = [self.views[name] for name in maker.buffers]
+            candidates += [view for view in views if view.elements == sent.elements]
+        # The first shape after the all-reduce is the gradient's own; before it, parts may be flat.
+        before: list[BufferView] = []
+        shapes: dict[tuple[int, int], Shape | None] = {}
+        for line, view in self._reinterpreted:
+            if line.number < request.number:
+                before.append(view)
+            elif view.root == sent.root:
+                shapes.setdefault((view.offset, view.elements), view.shape)
         for source in candidates:
             by_offset = {view.offset: view for view in before if view.root == source.root}
             parts = [by_offset[offset] for offset in sorted(by_offset)]
             if _is_gapless(parts, sent.elements):
-                pieces = [replace(sent, offset=part.offset, shape=part.shape) for part in parts]
-                return [self._view_after_wait(piece, request) for piece in pieces]
+                own = [shapes.get((part.offset, part.elements), part.shape) for part in parts]
+                pairs = zip(parts, own, strict=True)
+                return [replace(sent, offset=part.offset, shape=shape) for part, shape in pairs]
         return [sent]
 
-    def _view_after_wait(self, part: BufferView, request: ProgramLine) -> BufferView:
-        """The part in the first shape that the program gives it after the all-reduce."""
-        place = (part.root, part.offset, part.elements)
-        for line, view in self._reinterpreted:
-            same_place = (view.root, view.offset, view.elements) == place
-            if same_place and line.number > request.number:
-                return replace(part, shape=view.shape)
-        return part
-
-    def _read_statements(self, number: int, statements: Sequence[ast.stmt]) -> None:
-        first = statements[0]
-        if isinstance(first, ast.Assign) and ast.unparse(first.value) == "args":
-            for given in ast.walk(first.targets[0]):
-                if isinstance(given, ast.Name):
-                    dtype = self._dtypes.get(given.id)
-                    self.views[given.id] = BufferView(given.id, given.id, dtype=dtype)
-        kind, name = _classify_statement(first)
-        self._update_views(first)
-        text = " ".join(line.strip() for line in self._source[first.lineno - 1 : first.end_lineno])
-        line = ProgramLine(number, kind, name, self._find_buffers(first), text)
+    def _read_statement(self, number: int, statement: ast.stmt, text: str) -> None:
+        self._update_views(statement)
+        kind, name = _classify_statement(statement)
+        nodes = list(ast.walk(statement))
+        names = [node for node in nodes if isinstance(node, ast.Name) and node.id in self.views]
+        names.sort(key=lambda node: (node.lineno, node.col_offset))
+        line = ProgramLine(number, kind, name, tuple(dict.fromkeys(n.id for n in names)), text)
         self.lines.append(line)
-        for node in ast.walk(first):
+        for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "reinterpret_tensor":
                 self._reinterpreted.append((line, self._resolve_view(node)))
-        call = _get_call(first)
+        if kind in ("collective", *COMPUTE_KINDS) or name == "return":
+            for request in self.requests:
+                request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))
+        call = _get_call(statement)
         if call and kind == "wait":
-            self._record_wait(line, call)
-        elif kind == "collective" or kind in COMPUTE_KINDS or name == "return":
-            self._flag_early_use(line)
+            root = self._resolve_view(call.args[0]).root
+            for request in self.requests:
+                if root in request.pending:
+                    request.pending.discard(root)
+                    request.waits.append(line)
         if call and kind == "collective":
-            self._add_request(line, call, _assignment_targets(first))
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            self._add_request(line, call, targets)
 
     def _add_request(self, line: ProgramLine, call: ast.Call, targets: list[ast.expr]) -> None:
-        given = _list_items(call.args[0])
+        given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
         sent = [self._resolve_view(each) for each in given]
-        if line.name.endswith("_"):
-            pending = {view.root for view in sent}
-        else:
-            into = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or targets
-            outputs = [each for value in into for each in _list_items(value)]
-            pending = {self._resolve_view(output).root for output in outputs}
-            # A coalesced collective returns one list, from which its results are taken by index.
-            if line.name.endswith("_coalesced"):
-                pending = {f"{root}[{index}]" for root in pending for index in range(len(given))}
-        self.requests.append(CollectiveRequest(line, sent, pending))
-
-    def _record_wait(self, line: ProgramLine, call: ast.Call) -> None:
-        root = self._resolve_view(call.args[0]).root
-        for request in self.requests:
-            if root in request.pending:
-                request.pending.discard(root)
-                request.waits.append(line)
-
-    def _flag_early_use(self, line: ProgramLine) -> None:
-        roots = self._memory_roots(line)
-        for request in self.requests:
-            request.too_early |= any(request.is_pending(root) for root in roots)
+        # A name that ends in an underscore works in place; otherwise the result has its own memory.
+        results = sent if line.name.endswith("_") else map(self._resolve_view, targets)
+        self.requests.append(CollectiveRequest(line, sent, {view.root for view in results}))
 
     def _memory_roots(self, line: ProgramLine) -> set[str]:
         return {self.views[name].root for name in line.buffers}
-
-    def _find_buffers(self, statement: ast.stmt) -> tuple[str, ...]:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        names.sort(key=lambda node: (node.lineno, node.col_offset))
-        return tuple(dict.fromkeys(node.id for node in names if node.id in self.views))
 
     def _update_views(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Assign):
@@ -211,6 +163,12 @@ class InductorProgram:
                 if isinstance(target, ast.Name) and target.id.startswith("buf"):
                     view = self._resolve_view(statement.value, target.id)
                     self.views[target.id] = replace(view, name=target.id)
+            # ``arg0_1, arg1_1 = args``, the first line
+            inputs = ast.walk(statement) if ast.unparse(statement.value) == "args" else ()
+            for given in inputs:
+                if isinstance(given, ast.Name) and given.id != "args":
+                    dtype = self._dtypes.get(given.id)
+                    self.views[given.id] = BufferView(given.id, given.id, dtype=dtype)
         call = _get_call(statement)
         if call and ast.unparse(call.func) == "assert_size_stride":
             seen = self._resolve_view(call.args[0])
@@ -218,28 +176,24 @@ class InductorProgram:
                 self.views[seen.name] = replace(seen, shape=_literal_shape(call.args[1]))
 
     def _resolve_view(self, value: ast.expr, new: str = "") -> BufferView:
-        """The memory behind an expression; if it is no view, memory of its own called ``new``."""
+        """Return the memory behind an expression; if it is no view, memory of its own, ``new``."""
         if isinstance(value, ast.Name):
             return self.views.get(value.id, BufferView(value.id, value.id))
-        if isinstance(value, ast.Subscript):
-            seen = self._resolve_view(value.value)
-            return BufferView(new, f"{seen.root}[{ast.unparse(value.slice)}]")
         if not isinstance(value, ast.Call):
             return BufferView(new, new)
         kind, name = _classify_call(value)
-        if name == "reinterpret_tensor":
-            seen = self._resolve_view(value.args[0])
-            offset = seen.offset + ast.literal_eval(value.args[3])
-            return replace(seen, offset=offset, shape=_literal_shape(value.args[1]))
-        if name == "flatten":
-            seen = self._resolve_view(value.args[0])
-            return replace(seen, shape=None if seen.shape is None else (seen.elements,))
-        if kind == "wait":
-            return self._resolve_view(value.args[0])
         if kind == "allocation":
             dtype = ast.unparse(value.args[2]).removeprefix("torch.")
             return BufferView(new, new, 0, _literal_shape(value.args[0]), dtype)
-        return BufferView(new, new)
+        if kind != "wait" and name not in ("reinterpret_tensor", "flatten"):
+            return BufferView(new, new)
+        seen = self._resolve_view(value.args[0])
+        if name == "reinterpret_tensor":
+            offset = seen.offset + ast.literal_eval(value.args[3])
+            return replace(seen, offset=offset, shape=_literal_shape(value.args[1]))
+        if name == "flatten" and seen.shape is not None:
+            return replace(seen, shape=(seen.elements,))
+        return seen
 
 
 def _find_call_function(code: str) -> ast.FunctionDef:
@@ -252,10 +206,8 @@ def _find_call_function(code: str) -> ast.FunctionDef:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             return node
-    raise ValueError(
-        f"no function call() in {len(code.splitlines())} lines: "
-        "give the whole program that inductor wrote"
-    )
+    lines = len(code.splitlines())
+    raise ValueError(f"no function call() in {lines} lines: give the whole program of inductor")
 
 
 def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -270,14 +222,6 @@ def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 def _get_call(statement: ast.stmt) -> ast.Call | None:
     value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
     return value if isinstance(value, ast.Call) else None
-
-
-def _list_items(value: ast.expr) -> list[ast.expr]:
-    return value.elts if isinstance(value, ast.List) else [value]
-
-
-def _assignment_targets(statement: ast.stmt) -> list[ast.expr]:
-    return statement.targets if isinstance(statement, ast.Assign) else []
 
 
 def _classify_statement(statement: ast.stmt) -> tuple[LineKind, str]:
@@ -305,6 +249,6 @@ def _literal_shape(value: ast.expr) -> Shape | None:
 
 
 def _is_gapless(parts: Sequence[BufferView], elements: int) -> bool:
-    """Whether two or more parts fill a buffer of ``elements`` without gaps."""
+    """Tell whether two or more parts fill a buffer of ``elements`` without gaps."""
     ends = [part.offset + part.elements for part in parts]
     return len(parts) > 1 and [0, *ends] == [*(part.offset for part in parts), elements]

@@ -16,9 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.models.protocol import LabModel
 from labkit.torch_private import queue_callback
 
-BUCKET_BYTES = 25 * 2**20
 BucketRule = Callable[[list[int], int], list[list[int]]]
 """Maps gradient sizes (bytes, in order of arrival) and a limit to the indices of each bucket."""
+
+
+def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
+    """Fill buckets in order; close each once it holds ``limit`` bytes or more, as DDP does."""
+    buckets: list[list[int]] = []
+    held = limit
+    for index, size in enumerate(sizes):
+        if held >= limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += size
+    return buckets
 
 
 def apply_gradient_buckets(
@@ -26,34 +38,29 @@ def apply_gradient_buckets(
 ) -> None:
     """Average a model's gradients over a mesh, except those of local and ignored modules."""
     skipped = [*model.local_modules(), *ignored]
-    local = {id(p) for module in skipped for p in module.parameters()}
-    GradientBuckets([p for p in model.parameters() if id(p) not in local], mesh)
+    local = {parameter for module in skipped for parameter in module.parameters()}
+    GradientBuckets([p for p in model.parameters() if p not in local], mesh)
 
 
 class GradientBuckets:
-    """Average every ``parameter.grad`` over all ranks by the end of the backward pass.
+    """Average every ``parameter.grad`` over all ranks of a mesh by the end of the backward pass.
 
-    Every backward pass must produce a gradient for every parameter, because the last one completes
-    the exchange. If one is missing, every rank raises ValueError and no rank hangs.
-
-    Args:
-        parameters: in the order of the forward pass; equal on all ranks.
-        mesh: each bucket is all-reduced along each of its axes.
-        bucket_bytes: the rule's limit.
-        rule: assigns gradients to buckets; by default ``assign_buckets``.
+    Parameters come in the order of the forward pass. Every backward pass must produce a gradient
+    for each, because the last one completes the exchange. If one is missing, every rank raises
+    ValueError and no rank hangs.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         mesh: DeviceMesh,
-        bucket_bytes: int = BUCKET_BYTES,
-        rule: BucketRule | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        rule: BucketRule = assign_buckets,
     ):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.ranks = mesh.size()
         trained = [p for p in parameters if p.requires_grad]
-        self.buckets = bucket_parameters(trained, bucket_bytes, rule or assign_buckets)
+        self.buckets = bucket_parameters(trained, bucket_bytes, rule)
         self._sizes = [len(bucket) for bucket in self.buckets]
         self._waiting = list(self._sizes)
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
@@ -102,19 +109,6 @@ class GradientBuckets:
                 parameter.grad.copy_(mean.view_as(parameter.grad))
         self._flights.clear()
         self._waiting = list(self._sizes)
-
-
-def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
-    """Fill buckets in order; close each once it holds ``limit`` bytes or more, as DDP does."""
-    buckets: list[list[int]] = []
-    held = limit
-    for index, size in enumerate(sizes):
-        if held >= limit:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(index)
-        held += size
-    return buckets
 
 
 def bucket_parameters(

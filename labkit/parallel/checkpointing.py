@@ -1,9 +1,9 @@
-"""Find the blocks of a model, freeze them, or recompute their activations.
+"""Find a model's blocks, freeze them, or recompute their activations.
 
-A checkpointed block keeps only its input in the forward pass and recomputes its activations in the
+A checkpointed block keeps only its input in the forward pass, and recomputes its activations in the
 backward pass. If every block does it, a step computes about a third more (Chen et al., "Training
 Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174). Selective checkpointing also keeps
-what is expensive to recompute: attention and every other GEMM, torchtitan's choice (Korthikanti et
+what is expensive to recompute, attention and every other GEMM, as torchtitan does (Korthikanti et
 al., "Reducing Activation Recomputation", 2022, arXiv:2205.05198).
 """
 
@@ -19,47 +19,37 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from labkit import torch_private
 from labkit.torch_private import checkpoint_wrapper as wrapper
 
-BlockTypes = Collection[str] | Callable[[nn.Module], bool]
+UnitRule = Callable[[nn.Module], bool]
+BlockTypes = Collection[str] | UnitRule
 """Which modules are blocks: class names, or a function that decides for each module."""
 GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-OPS_TO_SAVE = tuple(
-    torch_private.get(f"{name}.default")
-    for name in (
-        "scaled_dot_product_flash_attention",
-        "scaled_dot_product_flash_attention_for_cpu",
-        "scaled_dot_product_efficient_attention",
-        "scaled_dot_product_cudnn_attention",
-        "reduce_scatter_tensor",
-    )
+_NAMES_TO_SAVE = (
+    "scaled_dot_product_flash_attention",
+    "scaled_dot_product_flash_attention_for_cpu",
+    "scaled_dot_product_efficient_attention",
+    "scaled_dot_product_cudnn_attention",
+    "reduce_scatter_tensor",
 )
+OPS_TO_SAVE = tuple(torch_private.get(f"{name}.default") for name in _NAMES_TO_SAVE)
 """Results that selective checkpointing always keeps: of attention and of communication."""
 
 
 def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
-    """Checkpoint every block of these types in place, and return their number.
+    """Checkpoint the outermost blocks of these classes in place, and return how many there are.
 
-    A block inside a checkpointed block is not checkpointed again. Parameter names do not change.
-
-    Args:
-        model: any module.
-        block_types: class names of the blocks, such as ``("T5Block",)``.
-        selective: keep some results, as ``SelectiveCheckpointPolicy`` chooses.
-
-    Raises:
-        ValueError: the model has no block of these types.
+    ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses.
     """
     chosen = outer_blocks(model, block_types)
-    non_reentrant = partial(
-        wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT
-    )
+    how: dict[str, Any] = {"checkpoint_impl": wrapper.CheckpointImpl.NO_REENTRANT}
     if selective:
         # The policy counts GEMMs, so every block needs one of its own in every forward pass.
-        non_reentrant.keywords["context_fn"] = lambda: create_selective_checkpoint_contexts(
+        how["context_fn"] = lambda: create_selective_checkpoint_contexts(
             SelectiveCheckpointPolicy()
         )
-    wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
+    wrap = partial(wrapper.checkpoint_wrapper, **how)
+    wrapper.apply_activation_checkpointing(model, wrap, lambda module: module in chosen)
     return len(chosen)
 
 
@@ -70,9 +60,7 @@ class SelectiveCheckpointPolicy:
         # Counted separately for the forward pass and the recomputation, which must choose alike.
         self._gemms: Counter[bool] = Counter()
 
-    def __call__(
-        self, context: Any, operator: Any, *unused: Any, **others: Any
-    ) -> CheckpointPolicy:
+    def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         keep = operator in OPS_TO_SAVE
         if operator in GEMM_OPS:
             self._gemms[context.is_recompute] += 1
@@ -91,23 +79,30 @@ def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
 def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
     """Return the blocks that are in no other block; raise ValueError if there is none."""
     blocks = find_blocks(model, block_types)
-    # Of a block's modules the first is the block itself.
-    inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     if not blocks:
-        raise ValueError(
-            f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}"
-        )
-    return [block for block in blocks if id(block) not in inside]
+        raise missing_blocks_error(model, block_types)
+    # The first of a block's modules is the block itself.
+    inside = {part for block in blocks for part in list(block.modules())[1:]}
+    return [block for block in blocks if block not in inside]
+
+
+def missing_blocks_error(
+    model: nn.Module, block_types: BlockTypes, apart: Collection[nn.Module] = ()
+) -> ValueError:
+    """Make the error for a model without blocks, or with only these, which others have taken."""
+    kind = type(model).__name__
+    if apart:
+        kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
+        return ValueError(f"all blocks of {kind} ({kinds}) are ignored or local: wrap others")
+    if callable(block_types):
+        return ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
+    has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+    return ValueError(f"no block of type {', '.join(sorted(block_types))} in {kind}: it has {has}")
 
 
 def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
-    """Freeze these blocks, counted from 0; raise ValueError for an index beyond the last."""
+    """Freeze these blocks, counted from 0 in the order of the model."""
     blocks = find_blocks(model, block_types)
-    if not set(chosen) <= set(range(len(blocks))):
-        raise ValueError(
-            f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)},"
-            " from 0"
-        )
     for index in chosen:
         blocks[index].requires_grad_(False)
 
@@ -120,6 +115,5 @@ def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointW
 
 def plain_name(name: str) -> str:
     """Remove from a name what checkpointing, FSDP1 and the compiler have inserted."""
-    # Checkpointing, FSDP1 and the compiler, in this order.
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in wrappers)

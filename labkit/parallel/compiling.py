@@ -19,20 +19,10 @@ def apply_compile(
     model: nn.Module,
     block_types: Collection[str] = (),
     *,
-    inductor: bool = True,
-    eager_random: bool = False,
+    inductor: bool = True,  # generate code; otherwise the traced graphs run as they are
+    eager_random: bool = False,  # let dropout draw the same numbers as eager code
 ) -> int:
-    """Compile every block of these types in place, or the whole model if no types are given.
-
-    Args:
-        model: any module.
-        block_types: class names of the blocks, such as ``("T5Block",)``.
-        inductor: generate code; otherwise run the traced graphs as they are.
-        eager_random: let dropout draw the same numbers as eager code.
-
-    Returns:
-        The number of compiled modules; ValueError is raised if there is none.
-    """
+    """Compile every block of these classes in place, or the whole model; return the number."""
     # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
     if inductor and eager_random:

@@ -39,27 +39,16 @@ from labkit.torch_private import replicate
 FuseMode = Literal["none", "coalesced", "concat"]
 DDPMode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
 DEFAULT_BUCKET_MB = 25.0
-COMPRESSION_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
-    torch.bfloat16: default_hooks.bf16_compress_hook,
-    torch.float16: default_hooks.fp16_compress_hook,
-}
 
 
 @dataclass(frozen=True)
 class DDPCase:
-    """One way to train with DDP and the compiler.
+    """One way to train with DDP and the compiler."""
 
-    Attributes:
-        dtype: gradients travel in this type.
-        forward: compile the forward pass as well as the backward pass.
-        no_sync: accumulate a first batch without communication.
-        checkpoint: recompute the first layer in the backward pass.
-    """
-
-    dtype: torch.dtype = torch.float32
-    forward: bool = True
-    no_sync: bool = False
-    checkpoint: bool = False
+    dtype: torch.dtype = torch.float32  # gradients travel in it
+    forward: bool = True  # compile the forward pass as well as the backward pass
+    no_sync: bool = False  # accumulate a first batch without communication
+    checkpoint: bool = False  # recompute the first layer in the backward pass
 
     @property
     def batches(self) -> tuple[bool, ...]:
@@ -87,19 +76,13 @@ def apply_technique(
     *,
     fuse: FuseMode = "coalesced",
     bucket_mb: float = DEFAULT_BUCKET_MB,
-    inductor: bool = True,
-    late_waits: bool = True,
-    yours: Callable[..., nn.Module] | None = None,
+    inductor: bool = True,  # generate code; otherwise run the traced graphs
+    late_waits: bool = True,  # wait where a gradient is first used
+    yours: Callable[..., nn.Module] | None = None,  # called like apply_ddp
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Apply one technique; run the forward and backward passes inside this context.
+    """Apply one technique; run both passes in this context.
 
-    The model is equal on all ranks, and the mesh has one axis. ``compiled`` is ``replicate``;
-    ``yours`` is called like ``apply_ddp``. ``inductor`` holds for both passes (see
-    ``compile_backward``); see ``fuse_all_reduces`` for ``fuse``, ``bucket_mb`` and ``late_waits``.
-
-    Returns:
-        A context manager that yields the model to call, and a list that fills with the code that
-        inductor generates.
+    It yields the model to call, and a list that fills with the code that inductor generates.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
@@ -115,6 +98,7 @@ def apply_technique(
         # Inside the settings, because DDP chooses its reducer when it is built.
         replicated = apply(model, mesh, bucket_mb=bucket_mb)
         compress_gradients(replicated, mesh, case.dtype)
+        # Last and as a whole: the compiler only fuses all-reduces that it sees.
         if compiled and case.forward:
             apply_compile(replicated, inductor=inductor)
         yield replicated, programs
@@ -125,9 +109,9 @@ def apply_ddp(
 ) -> DistributedDataParallel:
     """Wrap a model with DistributedDataParallel, which copies rank 0's parameters to all ranks.
 
-    A bucket is sent once it holds ``bucket_mb`` MiB. At the default of 25, DDP sends the first one
-    at 1 MiB already. The first backward pass sends everything in one bucket, because only then does
-    DDP learn in which order gradients become ready.
+    A bucket is sent once it holds ``bucket_mb`` MiB; at the default of 25, the first one at 1 MiB
+    already. The first backward pass sends everything in one bucket, because only then does DDP
+    learn in which order gradients become ready.
     """
     return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -135,10 +119,10 @@ def apply_ddp(
 def apply_replicate(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> nn.Module:
-    """Replicate a model in place, without a wrapper: parameter names stay. See ``apply_ddp``.
+    """Replicate a model in place, without a wrapper: parameter names stay.
 
-    If parameters are DTensors on another axis of the mesh, they leave ``parameters()`` after the
-    first forward pass: collect them before.
+    See ``apply_ddp``. Parameters that are DTensors on another axis leave ``parameters()`` after the
+    first forward pass.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -151,12 +135,12 @@ def _bucket_cap_mb(bucket_mb: float) -> float | None:
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Round gradients to a shorter dtype before they are summed, and convert the sum to float32.
 
-    Call it after ``apply_ddp`` or ``apply_replicate``, on the same mesh, and before
-    ``apply_compile``. Compiled, every gradient then travels alone: inductor fuses only all-reduces
-    whose result is the gradient itself.
+    Compiled, every gradient then travels alone: inductor only fuses all-reduces whose result is the
+    gradient.
     """
     if dtype != torch.float32:
-        hook = COMPRESSION_HOOKS[dtype]
+        bf16, fp16 = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
+        hook = bf16 if dtype == torch.bfloat16 else fp16
         # A lambda, because DDP refuses the name bf16_compress_hook without a GPU, and annotations
         # that are strings.
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
@@ -165,15 +149,18 @@ def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
     """Average gradients in this context, or, if not enabled, let each rank accumulate its own."""
-    if hasattr(model, "no_sync") or not hasattr(model, "set_requires_gradient_sync"):
-        with contextlib.nullcontext() if enabled else model.no_sync():
-            yield
-        return
-    model.set_requires_gradient_sync(enabled)
-    try:
+    if enabled:
         yield
-    finally:
-        model.set_requires_gradient_sync(True)
+    elif hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        # What ``replicate`` has instead.
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
 
 @contextlib.contextmanager
@@ -183,13 +170,9 @@ def fuse_all_reduces(
     """Let the compiler average DDP's gradients and fuse the all-reduces into buckets.
 
     Build, call and differentiate models inside, with the backward pass in ``compile_backward``.
-    Compiled code is dropped on entry and exit, and all settings are restored.
-
-    Args:
-        mode: ``coalesced`` passes the gradients of a bucket to one call, ``concat`` copies them
-            into one flat tensor, ``none`` sends each alone.
-        bucket_mb: a bucket closes once it holds this many MiB; the first one always at 1 MiB.
-        late_waits: wait where a gradient is first used, rather than right after it was sent.
+    ``coalesced`` passes a bucket's gradients to one call, ``concat`` copies them into one flat
+    tensor, ``none`` sends each alone. A bucket closes once it holds ``bucket_mb`` MiB, the first
+    one at 1 MiB. With ``late_waits`` the program waits where a gradient is first used.
     """
     # Imported here, because they load the compiler.
     from labkit.torch_private import counters, ddp_fusion
@@ -205,16 +188,18 @@ def fuse_all_reduces(
         "_fuse_ddp_communication": True,
         "_fuse_ddp_communication_passes": passes,
         "_fuse_ddp_bucket_size": 25,
+        # It is for inference, and mistakes a compiled backward pass for it.
+        "reorder_for_locality": False,
     }
     inlined = set(rules.LEGACY_MOD_INLINELIST)
+    # Code that was compiled with other settings would be used again.
     torch.compiler.reset()
     try:
         # python_reducer even if only the backward pass is compiled: with the mode meant for that,
         # DDP keeps its own reducer and the backward pass does not compile (pytorch/pytorch#152735).
-        # reorder_for_locality is for inference, and mistakes a compiled backward pass for it.
         with (
             torch_private.get("_dynamo:config").patch(optimize_ddp="python_reducer"),
-            torch_private.get("_inductor:config").patch(settings | {"reorder_for_locality": False}),
+            torch_private.get("_inductor:config").patch(settings),
             mock.patch.dict(counters["inductor"]),
         ):
             counters["inductor"].pop("ddp_buckets", None)
@@ -230,8 +215,7 @@ def fuse_all_reduces(
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     """Trace ``backward()`` with compiled autograd, DDP's all-reduces included, and compile it.
 
-    Args:
-        inductor: generate code with inductor; otherwise run the traced graph, with nothing fused.
+    Without ``inductor`` the traced graph runs as it is, with nothing fused.
     """
     from labkit.torch_private import compiled_autograd
 

@@ -16,37 +16,20 @@ Extension, or a function that converts each parameter to a tensor type with hook
 
 
 def apply_extension(
-    model: nn.Sequential,
+    model: nn.Sequential,  # on the meta device, call add_extension_hooks after to_empty
+    # On one rank FSDP2 copies the first of the sent tensors and drops the others (torch 2.13).
     mesh: DeviceMesh,
     extension: ExtensionChoice,
     *,
     reshard_after_forward: bool = True,
-    **policies: Any,
+    **policies: Any,  # for fully_shard
 ) -> nn.Sequential:
-    """Shard a model, one unit per child, and gather its parameters with an extension.
-
-    On the meta device, call ``add_extension_hooks`` once ``to_empty`` has made new tensors. A
-    ``TwoTensor`` needs no such call, because its hooks belong to its type.
-
-    Args:
-        model: equal on all ranks, on this rank's device or on the meta device.
-        mesh: one axis.
-        extension: see ``ExtensionChoice``.
-        reshard_after_forward: free a unit's full parameters after its forward pass and gather them
-            again.
-        **policies: passed to ``fully_shard``.
-
-    Raises:
-        ValueError: unknown extension, or one rank.
-    """
-    # On one rank FSDP2 copies the first of the sent tensors and drops the others (torch 2.13).
-    if mesh.size() < 2:
-        raise ValueError(
-            "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
-        )
-    if extension == "two_tensor" or callable(extension):
-        convert = extension if callable(extension) else tensors.make_two_tensor
-        tensors.convert_parameters(model, convert)
+    """Shard a model, one unit per child, and gather its parameters with an extension."""
+    # Before fully_shard, which asks a parameter's type for hooks.
+    if extension == "two_tensor":
+        tensors.convert_parameters(model)
+    elif callable(extension):
+        tensors.convert_parameters(model, extension)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):
@@ -58,6 +41,6 @@ def apply_extension(
 
 
 def add_extension_hooks(model: nn.Module, extension: ExtensionChoice) -> None:
-    """Add an extension's hooks to the parameters of a sharded model."""
+    """Add an extension's hooks to a sharded model's parameters; a ``TwoTensor``'s type has them."""
     if not callable(extension) and extension not in ("none", "two_tensor"):
         tensors.extend_model(model, extension)

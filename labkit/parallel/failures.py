@@ -7,10 +7,7 @@ from torch import Tensor, nn
 
 
 def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Callable[..., Any]:
-    """Return a collective that appends an entry to a log for every call.
-
-    An entry has the keys ``call`` (the collective's name), ``shape`` and ``done``.
-    """
+    """Return a collective that logs each call: its name (``call``), ``shape``, and if ``done``."""
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         entry = {"call": collective.__name__, "shape": tuple(tensor.shape), "done": False}
@@ -26,4 +23,5 @@ def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Calla
 def backward_in_pieces(model: nn.Module, inputs: Tensor, targets: Tensor, pieces: int) -> None:
     """Accumulate the gradient of the batch's mean squared error, piece by piece to save memory."""
     for x, y in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+        # Weighted, because pieces of an uneven batch have means over different numbers of samples.
         (nn.functional.mse_loss(model(x), y) * len(x) / len(inputs)).backward()

@@ -1,7 +1,7 @@
 """Convolve an image that is cut into strips, one strip per rank.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3
-(width).
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 or 3. Comments show
+the shapes of a cut width.
 
 A convolution with overlapping windows needs a few columns from the neighbour at each border of its
 strip: the halo. Every rank sends its outermost columns to both neighbours, receives theirs, and
@@ -18,33 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, padding, dilation and groups of a convolution."""
+
 
 @dataclass
 class Strip:
-    """A rank's place in the line of ranks that share an image.
+    """A rank's place in the line of ranks that share an image."""
 
-    Attributes:
-        dim: the cut dimension of [N, C, H, W], 2 or 3.
-        group: the ranks of the line, or None for a line of one.
-        rank: this rank's index in the line.
-        ranks: length of the line.
-        share: this rank's part of the image, 1 / ranks if all strips are equal.
-        pad: replaces ``pad_with_halo``; called with a strip, the halo and this object, it returns
-            the padded strip and must be differentiable.
-    """
-
-    dim: int
-    group: dist.ProcessGroup | None
-    rank: int
-    ranks: int
-    share: float = 1.0
+    dim: int  # the cut dimension of [N, C, H, W], 2 or 3
+    group: dist.ProcessGroup | None  # the ranks of the line, or None for a line of one
+    rank: int  # this rank's index in the line
+    ranks: int  # length of the line
+    share: float = 1.0  # this rank's part of the image, 1 / ranks if all strips are equal
+    # Replaces pad_with_halo; it must be differentiable.
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None
 
     @classmethod
@@ -54,140 +48,16 @@ class Strip:
         return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks)
 
 
-def halo_size(conv: nn.Conv2d, dim: int) -> int:
-    """Return the columns (rows if dim is 2) that a rank needs from each neighbour, or 0.
-
-    Raises:
-        ValueError: the convolution's output cannot be cut in the same place as its input.
-    """
-    axis = dim - 2
-    kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
-    if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        raise ValueError(
-            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a"
-            " number and zeros"
-        )
-    padding, reach = conv.padding[axis], dilation * (kernel - 1)
-    # Output columns equal input columns, and windows reach ``padding`` columns beyond.
-    if stride == 1 and 2 * padding == reach:
-        return padding
-    # Windows lie side by side, as in a patch embedding.
-    if stride == kernel and padding == 0 and dilation == 1:
-        return 0
-    raise ValueError(
-        f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation} along dim {dim}"
-        f" cannot be sharded: either stride 1 with 2 x padding = dilation x (kernel - 1) = {reach},"
-        " or stride = kernel without padding"
-    )
-
-
-def halo_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    halo: int,
-    strip: Strip,
-    settings: ConvolutionSettings,
-) -> Tensor:
-    """Convolve one strip of an image as if the whole image were on this rank.
-
-    A collective: every rank of the line must call it, forward and backward, in the same order.
-
-    Args:
-        x: this rank's strip, [N, C, H, W].
-        weight: as for torch.conv2d, equal on all ranks.
-        bias: likewise.
-        halo: columns (rows if dim is 2) to take from each neighbour, from ``halo_size``.
-        strip: this rank's place.
-        settings: stride, padding, dilation and groups.
-
-    Returns:
-        This rank's strip of the output. Gradients of weight and bias are this rank's part of a sum.
-
-    Raises:
-        ValueError: this strip is narrower than the halo.
-    """
-    size = x.shape[strip.dim]
-    # A neighbour would need columns from the rank beyond this one.
-    if halo > size:
-        raise ValueError(
-            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
-            f" halo of {halo}: use fewer ranks or a larger image"
-        )
-    if not halo:
-        return torch.conv2d(x, weight, bias, *settings)
-    if strip.pad:
-        return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *settings)
-    out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
-    return out
-
-
-class ConvolutionSettings(NamedTuple):
-    """Settings of a convolution whose input already contains the halo."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @classmethod
-    def from_conv(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
-        """Copy the settings of ``conv``, with no padding along the cut dimension."""
-        assert isinstance(conv.padding, tuple)  # halo_size refuses text
-        padding = list(conv.padding)
-        padding[dim - 2] = 0
-        return cls(conv.stride, tuple(padding), conv.dilation, conv.groups)
-
-
-class _HaloConv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        halo: int,
-        strip: Strip,
-        settings: ConvolutionSettings,
-    ) -> Tensor:
-        # [N, C, H, W + 2 * halo] if the width is cut
-        padded = pad_with_halo(x, halo, strip)
-        ctx.save_for_backward(padded, weight)
-        ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
-        return torch.conv2d(padded, weight, bias, *settings)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        padded, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        stride, padding, dilation, groups = ctx.settings
-        transposed, output_padding, bias_sizes = False, [0, 0], [len(weight)]
-        settings = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
-
-        def convolution_gradients(*wanted: bool) -> list[Any]:
-            operands = (grads[0], padded, weight)
-            return torch.ops.aten.convolution_backward(*operands, *settings, wanted)
-
-        grad_padded = convolution_gradients(wants_x, False, False)[0]
-        wait = return_halo_gradients(grad_padded, ctx.halo, ctx.strip) if wants_x else None
-        # Computed while the gradients of the halos travel.
-        grad_weight = convolution_gradients(False, wants_weight, False)[1]
-        # On a CPU the sum is far faster than the convolution's own gradient of the bias.
-        grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None
-        grad_x = wait() if wait else None
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
 def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     """Add the neighbours' columns at both ends of a strip, and zeros at the image's borders."""
-    size, dim = x.shape[strip.dim], strip.dim
+    dim, size = strip.dim, x.shape[strip.dim]
     first, last = x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo)
     arrivals = _exchange_with_neighbours(first, last, strip)
     shape = list(x.shape)
+    # [N, C, H, W + 2 * halo]
     shape[dim] = size + 2 * halo
-    memory_format = image_memory_format(x)
-    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    layout = image_memory_format(x)
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     # Copied while the halos travel.
     padded.narrow(dim, halo, size).copy_(x)
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
@@ -200,10 +70,9 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 
 
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
-    """Send a halo's gradients to the ranks that own its columns: the adjoint of ``pad_with_halo``.
+    """Start to send a halo's gradients to the owners of its columns: ``pad_with_halo``'s adjoint.
 
-    Returns:
-        A function that waits, and returns the strip's gradient with the neighbours' parts added.
+    Return a function that waits, and returns the strip's gradient with the neighbours' parts added.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)
@@ -222,14 +91,11 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to exchange ``first`` with the rank before and ``last`` with the rank after.
+    """Start to send ``first`` to the rank before and ``last`` to the rank after.
 
-    Returns:
-        A function that waits, and returns what both sent; None at a border of the image.
+    Return a function that waits, and returns what both sent; None at a border of the image.
     """
     inbox: list[Tensor | None] = []
-    # Contiguous copies, which must stay alive until they are sent.
-    outbox: list[Tensor] = []
     calls: list[dist.P2POp] = []
     for outgoing, peer in ((first, strip.rank - 1), (last, strip.rank + 1)):
         if not 0 <= peer < strip.ranks:
@@ -237,7 +103,6 @@ def _exchange_with_neighbours(
             continue
         outgoing = outgoing.contiguous()
         incoming = torch.empty_like(outgoing)
-        outbox.append(outgoing)
         inbox.append(incoming)
         calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
         calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
@@ -247,7 +112,8 @@ def _exchange_with_neighbours(
     def wait() -> list[Tensor | None]:
         for work in works:
             work.wait()
-        outbox.clear()
+        # Until now they have kept the contiguous copies alive.
+        calls.clear()
         return inbox
 
     return wait
@@ -259,28 +125,109 @@ def image_memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
+def halo_size(conv: nn.Conv2d, dim: int) -> int:
+    """Return the columns (rows if dim is 2) that a rank needs from each neighbour, or 0."""
+    axis = dim - 2
+    kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
+    if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+        unfit = f"padding {conv.padding!r} with mode {conv.padding_mode!r}"
+        raise ValueError(f"{unfit} cannot be sharded: use a number and zeros")
+    padding, reach = conv.padding[axis], dilation * (kernel - 1)
+    # Output columns equal input columns, and windows reach ``padding`` columns beyond.
+    if stride == 1 and 2 * padding == reach:
+        return padding
+    # Windows lie side by side, as in a patch embedding.
+    if stride == kernel and padding == 0 and dilation == 1:
+        return 0
+    raise ValueError(
+        f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation} along dim {dim}"
+        f" cannot be sharded: either stride 1 with 2 x padding = dilation x (kernel - 1) = {reach},"
+        " or stride = kernel without padding"
+    )
+
+
+def convolution_settings(conv: nn.Conv2d, dim: int) -> Settings:
+    """Return stride, padding, dilation and groups of a convolution whose input holds the halo."""
+    assert isinstance(conv.padding, tuple)  # halo_size refuses text
+    padding = [0 if axis == dim - 2 else size for axis, size in enumerate(conv.padding)]
+    return conv.stride, tuple(padding), conv.dilation, conv.groups
+
+
+def halo_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: Settings
+) -> Tensor:
+    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output.
+
+    A collective: every rank of the line must call it, forward and backward, in the same order. The
+    gradients of weight and bias are this rank's terms of a sum.
+    """
+    size = x.shape[strip.dim]
+    # A neighbour would need columns from the rank beyond this one.
+    if halo > size:
+        raise ValueError(
+            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
+            f" halo of {halo}: use fewer ranks or a larger image"
+        )
+    if not halo:
+        return torch.conv2d(x, weight, bias, *settings)
+    if strip.pad:
+        return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *settings)
+    out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
+    return out
+
+
+class _HaloConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, how: Any
+    ) -> Tensor:
+        # [N, C, H, W + 2 * halo]
+        padded = pad_with_halo(x, halo, strip)
+        ctx.save_for_backward(padded, weight)
+        ctx.halo, ctx.strip, ctx.settings = halo, strip, how
+        return torch.conv2d(padded, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        padded, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        stride, padding, dilation, groups = ctx.settings
+        transposed, output_padding, bias_sizes = False, [0, 0], [len(weight)]
+        settings = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+
+        def convolution_gradients(*wanted: bool) -> list[Any]:
+            backward = torch.ops.aten.convolution_backward
+            return backward(grad_out, padded, weight, *settings, wanted)
+
+        grad_padded = convolution_gradients(wants_x, False, False)[0]
+        wait = return_halo_gradients(grad_padded, ctx.halo, ctx.strip) if wants_x else None
+        # Computed while the gradients of the halos travel.
+        grad_weight = convolution_gradients(False, wants_weight, False)[1]
+        # On a CPU the sum is far faster than the convolution's own gradient of the bias.
+        grad_bias = grad_out.sum(dim=(0, 2, 3)) if wants_bias else None
+        grad_x = wait() if wait else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
 class _SpatialMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, strip: Strip) -> Tensor:
-        ctx.shape, ctx.strip = x.shape, strip  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: Tensor, strip: Strip) -> Tensor:
+        ctx.shape, ctx.strip = x.shape, strip
         mean = x.mean(dim=(2, 3)) * strip.share
         if strip.ranks > 1:
             dist.all_reduce(mean, group=strip.group)
         return mean
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        shape, strip = ctx.shape, ctx.strip  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad_mean: Tensor) -> tuple[Tensor, None]:
+        shape, strip = ctx.shape, ctx.strip
         # Every rank of the line computes the same loss from this mean, so the gradient of the sum
         # of all losses is ``ranks`` times one rank's. Averaging over ranks divides it again.
         factor = strip.share * strip.ranks / (shape[2] * shape[3])
-        return (grads[0] * factor)[:, :, None, None].expand(shape), None
+        return (grad_mean * factor)[:, :, None, None].expand(shape), None
 
 
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
-    """Average the whole image over H and W: one all-reduce of N x C elements.
-
-    ``x`` is this rank's strip, [N, C, H, W]; the result, [N, C], is equal on all ranks of the line.
-    """
+    """Average the whole image, given a strip [N, C, H, W]: one all-reduce of [N, C]."""
     mean: Tensor = _SpatialMean.apply(x, strip)
     return mean

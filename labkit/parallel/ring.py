@@ -14,24 +14,18 @@ from torch import Tensor
 
 
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield this rank's tensor after each of the 2 (ranks - 1) steps; the last is the sum.
+    """Yield this rank's vector after each of the 2 (ranks - 1) steps; the last one is the sum.
 
-    A collective.
-
-    Args:
-        tensor: a vector of the same length on every rank; it is not changed.
+    A collective; the vectors are equally long, and stay as they are.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = list(tensor.clone().tensor_split(ranks))
     for step in range(2 * (ranks - 1)):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
-        requests = [
-            dist.isend(parts[leaves], (rank + 1) % ranks),
-            dist.irecv(arrived, (rank - 1) % ranks),
-        ]
-        for request in requests:
-            assert request is not None, "every rank of the world is in its own group"
+        send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+        for request in dist.batch_isend_irecv([send, receive]):
             request.wait()
         # In the second half, finished sums replace the part.
         parts[comes] = parts[comes] + arrived if step < ranks - 1 else arrived

@@ -20,20 +20,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 METADATA_FILE = ".metadata"
 SAFE_GLOBALS = {
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "pathlib": "PosixPath WindowsPath",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
+        " TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
 }
 """Names that a table of contents may contain, by module; torch's dtypes are allowed too."""
 
@@ -64,7 +58,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in SAFE_GLOBALS.get(module, ()):
+        if is_dtype or name in SAFE_GLOBALS.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not"

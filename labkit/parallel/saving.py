@@ -7,8 +7,6 @@ host's memory, and ``torch.load`` can read it.
 
     {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
 
-``CheckpointFolder`` saves after every step, for a training that may be killed at any moment.
-
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -33,10 +31,9 @@ CHECKPOINTS_TO_KEEP = 2
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save parameters, buffers, the optimizer's state and the step. A collective.
+    """Save parameters, buffers, the optimizer's state and the step, at a new path.
 
-    ``path`` is a folder, or a file that ends in ``.pt``; it must not exist yet. The model is plain,
-    FSDP1 or FSDP2, without modules that differ from rank to rank.
+    A collective. The model is plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -52,41 +49,26 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
 
 
 def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a saved state into a model and its optimizer, and return its step. A collective.
-
-    Both must be of the saved kind and sizes; the model may be sharded over any number of ranks.
-
-    Raises:
-        RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have
-            other names or shapes.
-    """
-    if path.suffix != PLAIN_FILE_SUFFIX:
-        weights, updates = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
-        state_dict_loader.load(
-            state, storage_reader=SafeCheckpointReader(path), planner=SafeLoadPlanner()
-        )
-        options = StateDictOptions()
-    else:
+    """Load a saved state into a model of the same kind and sizes; return its step. A collective."""
+    plain = path.suffix == PLAIN_FILE_SUFFIX
+    if plain:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    else:
+        weights, updates = get_state_dict(model, optimizer)
+        # Its tensors are filled in place.
+        state = {"model": weights, "optimizer": updates, "step": 0}
+        planner = SafeLoadPlanner()
+        state_dict_loader.load(state, storage_reader=SafeCheckpointReader(path), planner=planner)
+    options = StateDictOptions(full_state_dict=plain)
+    saved = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **saved, options=options)
     return int(state["step"])
 
 
 class CheckpointFolder:
     """A folder of saves that all ranks see; training resumes from the newest complete one.
 
-    The constructor creates the folder. It is a collective, as are all methods.
-
-    Raises:
-        ValueError: a rank does not see the folder that rank 0 sees.
+    The constructor, which makes the folder, and all methods are collectives.
     """
 
     def __init__(self, folder: Path):
@@ -109,10 +91,8 @@ class CheckpointFolder:
         if self._is_first:
             (folder / mark).unlink()
         if blind := [rank for rank, does in enumerate(sees) if not does]:
-            raise ValueError(
-                f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all"
-                " share"
-            )
+            where = f"ranks {blind} do not see rank 0's folder {folder}"
+            raise ValueError(f"{where}: take one on a disk that all share")
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Load the newest save, and return the number of trained steps, 0 without a save."""

@@ -13,11 +13,8 @@ from labkit.parallel.buckets import assign_buckets
 
 
 def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
-    """Average every ``grad`` over all ranks by the end of each backward pass.
-
-    Args:
-        model: equal on all ranks; each backward pass gives a gradient to every parameter.
-        bucket_bytes: a bucket closes once it holds this many bytes.
+    """Average every ``grad`` over all ranks by the end of each backward pass, which must give one
+    to every parameter. A bucket closes once it holds ``bucket_bytes``.
     """
     # The last layer's gradients come first; DDP too starts with this order.
     parameters = list(model.parameters())[::-1]

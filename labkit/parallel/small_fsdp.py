@@ -80,13 +80,7 @@ def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class FlatShards(nn.Module):
-    """A model whose units are sharded; its parameters are this rank's flat shares.
-
-    ``shard`` is called with each unit. The model is equal on all ranks, and changed in place.
-
-    Raises:
-        ValueError: units overlap or leave parameters out; ``shard`` returned a wrong share.
-    """
+    """A model whose units ``shard`` has sharded in place; its parameters are this rank's shares."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], shard: ShardUnit = shard_unit
@@ -95,17 +89,13 @@ class FlatShards(nn.Module):
         # In a list, so that the model's parameters are not registered as this module's.
         self._model = [model]
         self._units = {name: list(unit.parameters()) for name, unit in units.items()}
-        held = [id(p) for parameters in self._units.values() for p in parameters]
-        missing = [name for name, p in model.named_parameters() if id(p) not in held]
+        held = [p for parameters in self._units.values() for p in parameters]
+        missing = [name for name, p in model.named_parameters() if p not in set(held)]
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
-            raise ValueError(
-                f"{what}, and nobody but a unit gathers it: choose units that hold each parameter"
-                " once"
-            )
-        self.shards = nn.ParameterList(
-            _make_share(shard, name, unit) for name, unit in units.items()
-        )
+            raise ValueError(f"{what}, and only units gather: they must hold each parameter once")
+        shares = [_make_share(shard, name, unit) for name, unit in units.items()]
+        self.shards = nn.ParameterList(shares)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the model."""
@@ -115,12 +105,11 @@ class FlatShards(nn.Module):
         """Return the model with whole parameters and gradients. A collective."""
         for parameters, shard in zip(self._units.values(), self.shards, strict=True):
             values = split_flat(_all_gather_flat(shard.detach()), parameters)
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.data, parameter.grad = value, None
+            gradients: list[Tensor | None] = [None] * len(parameters)
             if shard.grad is not None:
-                gradients = split_flat(_all_gather_flat(shard.grad), parameters)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
+                gradients = [*split_flat(_all_gather_flat(shard.grad), parameters)]
+            for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+                parameter.data, parameter.grad = value, gradient
         return self._model[0]
 
 

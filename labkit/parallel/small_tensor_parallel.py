@@ -109,39 +109,28 @@ class RowParallel(nn.Module):
 
 
 def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: ShareLayer) -> MLPStack:
-    """Replace every layer of a stack by this rank's share of it, in place.
-
-    ``column`` is called with the first layer of each pair and ``row`` with the second, both with
-    the ranks of ``line``, a mesh of one axis.
-
-    Raises:
-        ValueError: a function returned something else than a share of its layer.
+    """Replace each pair's first layer by ``column`` of it, and its second one by ``row``, in place;
+    both get the ranks of ``line``, a mesh of one axis.
     """
+    rules = (("in_proj", column, ColumnParallel), ("out_proj", row, RowParallel))
     for index, mlp in enumerate(model.layers):
-        for name, share in (("in_proj", column), ("out_proj", row)):
-            layer = getattr(mlp, name)
-            own = share(layer, line.get_group())
-            _check_share(own, layer, f"layers.{index}.{name}", PAIR_PLACEMENTS[name], line.size())
+        for name, share, example in rules:
+            layer, group = getattr(mlp, name), line.get_group()
+            # Made first, because a learner's function may change the layer.
+            wants = _parameter_shapes(example(layer, group))
+            own = share(layer, group)
+            has = _parameter_shapes(own) if isinstance(own, nn.Module) else {}
+            if has != wants:
+                raise ValueError(
+                    f"layers.{index}.{name}: one of {line.size()} ranks needs a module with"
+                    f" parameters {wants}, and got {has or own!r}"
+                )
             setattr(mlp, name, own)
     return model
 
 
-def _check_share(
-    own: Any, layer: nn.Linear, name: str, placements: Mapping[str, Placement], ranks: int
-) -> None:
-    has, wants = {}, {}
-    if isinstance(own, nn.Module):
-        has = {each: tuple(p.shape) for each, p in own.named_parameters()}
-    for each, parameter in layer.named_parameters():
-        shape, placement = list(parameter.shape), placements[each]
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= ranks
-        wants[each] = tuple(shape)
-    if has != wants:
-        raise ValueError(
-            f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got"
-            f" {has or own!r}"
-        )
+def _parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class TensorParallelPairs(nn.Module):

@@ -1,7 +1,6 @@
 """Shard a convolutional network's activations along the height or the width of its images.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2
-(height) or 3 (width).
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 or 3.
 
 Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and feature map, and all
 parameters. A second mesh axis, if there is one, shares the samples out. There are three strategies,
@@ -14,10 +13,9 @@ each faster than the one before:
 | local    | DTensor input, then plain local | labkit.parallel.halo          | in buckets          |
 
 ``native`` is refused, because it computes wrong results in all torch versions so far;
-``native_unguarded`` runs nevertheless, to look at.
-
-The model takes a DTensor from ``shard_batch`` and returns the plain logits of this rank's samples.
-After ``loss.backward()`` of their mean loss, each gradient is that of the mean over all samples.
+``native_unguarded`` runs nevertheless. The model takes a DTensor from ``shard_batch`` and returns
+the plain logits of this rank's samples. After ``loss.backward()`` of their mean loss, each gradient
+is that of the mean over all samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,15 +30,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from labkit import requirements
 from labkit.models.convnext import ConvNeXt, StochasticDepth
+from labkit.parallel import halo
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import (
-    ConvolutionSettings,
-    Strip,
-    halo_conv2d,
-    halo_size,
-    image_memory_format,
-    spatial_mean,
-)
+from labkit.parallel.halo import Strip
 from labkit.theory import sizes
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
@@ -48,30 +40,17 @@ Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
 
 def apply_spatial(
     model: ConvNeXt,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh,  # (space), or (data, space)
     *,
-    strategy: Strategy,
-    tensor_dim: int = 3,
-    mesh_dim: int | str | None = None,
-    pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
+    strategy: Strategy,  # see the module's table
+    tensor_dim: int = 3,  # 2 cuts the height, 3 the width
+    mesh_dim: int | str | None = None,  # index or name of the strips' axis; by default the last
+    pad: Callable[[Tensor, int, Strip], Tensor] | None = None,  # replaces labkit's exchange
 ) -> ConvNeXt:
-    """Shard the activations of ``model`` in place, along one dimension of its images.
+    """Shard a model's activations in place, and give all ranks the parameters of the first.
 
-    A collective of the whole mesh: all ranks take the parameters of the mesh's first rank.
     Zero the gradients before each backward pass: with DTensors and a data axis, old gradients would
     be divided by the number of data ranks again.
-
-    Args:
-        model: a ConvNeXt on this rank's device.
-        mesh: one axis (space), or two (data x space).
-        strategy: see the module's table.
-        tensor_dim: 2 cuts the height, 3 the width.
-        mesh_dim: index or name of the mesh axis for strips; by default the last.
-        pad: replaces labkit's exchange of columns; see ``halo.Strip``.
-
-    Raises:
-        ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut;
-            ``native``.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -82,7 +61,8 @@ def apply_spatial(
     strip = Strip.from_mesh(mesh, axis, tensor_dim)
     strip.pad = pad
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    halos = {conv: halo_size(conv, tensor_dim) for conv in convs}
+    # Columns to exchange; refuses a convolution that cannot be cut.
+    halos = {conv: halo.halo_size(conv, tensor_dim) for conv in convs}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":
         _apply_local(model, mesh, strip, halos)
@@ -94,15 +74,11 @@ def apply_spatial(
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
     """Return the index of the strips' mesh axis; raise ValueError if there is none."""
     if mesh.ndim > 2:
-        raise ValueError(
-            f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
-        )
+        raise ValueError(f"mesh of {mesh.ndim} axes: take one (space) or two (data x space)")
     if isinstance(mesh_dim, str):
-        names = mesh.mesh_dim_names or ()
+        names = mesh.mesh_dim_names or ("an unnamed mesh",)
         if mesh_dim not in names:
-            raise ValueError(
-                f"mesh axis {mesh_dim!r} is none of {', '.join(names) or 'an unnamed mesh'}"
-            )
+            raise ValueError(f"mesh axis {mesh_dim!r} is none of {', '.join(names)}")
         return names.index(mesh_dim)
     index = mesh.ndim - 1 if mesh_dim is None else mesh_dim
     if not 0 <= index < mesh.ndim:
@@ -111,31 +87,21 @@ def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
 
 
 def shard_batch(
-    images: Tensor,
-    labels: Tensor,
+    images: Tensor,  # [N, C, H, W]
+    labels: Tensor,  # [N]
     mesh: DeviceMesh,
     *,
     tensor_dim: int = 3,
     mesh_dim: int | str | None = None,
-    stride: int = 1,
+    stride: int = 1,  # the network's total stride, 32 for four stages, which divides every strip
 ) -> tuple[DTensor, Tensor]:
-    """Cut a batch that every rank holds whole; return this rank's strips and labels. Sends nothing.
-
-    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
-    strip is a multiple of ``stride``, the network's total stride (32 for four stages).
-
-    Returns:
-        The images as a DTensor [N, C, H, W], and the labels of this rank's samples, a plain tensor.
-
-    Raises:
-        ValueError: the ranks cannot share the samples or columns.
-    """
+    """Return this rank's strips and labels of a batch that every rank holds; sends nothing."""
     axis = axis_index(mesh, mesh_dim)
     widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
     index = mesh.get_local_rank(axis)
     samples = own_samples(mesh, len(images), mesh_dim)
     strip = images[samples].narrow(tensor_dim, sum(widths[:index]), widths[index])
-    strip = strip.clone(memory_format=image_memory_format(images))
+    strip = strip.clone(memory_format=halo.image_memory_format(images))
     placements = [Shard(tensor_dim) if each == axis else Shard(0) for each in range(mesh.ndim)]
     whole = DTensor.from_local(strip, mesh, placements, shape=images.shape, stride=images.stride())
     return whole, labels[samples]
@@ -153,19 +119,20 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
 class HaloConv2d(nn.Module):
     """Convolves one strip of a feature map, with the weight and bias of the original Conv2d."""
 
-    def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
+    def __init__(self, conv: nn.Conv2d, halo_columns: int, strip: Strip):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
-        self.halo, self.strip = halo, strip
-        self.settings = ConvolutionSettings.from_conv(conv, strip.dim)
+        settings = halo.convolution_settings(conv, strip.dim)
+        self.convolve: Callable[..., Tensor] = partial(
+            halo.halo_conv2d, halo=halo_columns, strip=strip, settings=settings
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
-        convolve = partial(halo_conv2d, halo=self.halo, strip=self.strip, settings=self.settings)
         if not isinstance(x, DTensor):
-            return convolve(x, self.weight, self.bias)
+            return self.convolve(x, self.weight, self.bias)
         bias = None if self.bias is None else _local_parameter(self.bias)
-        out = convolve(x.to_local(), _local_parameter(self.weight), bias)
+        out = self.convolve(x.to_local(), _local_parameter(self.weight), bias)
         return DTensor.from_local(out, x.device_mesh, x.placements)
 
 
@@ -175,10 +142,18 @@ def _local_parameter(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
+def _replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+
+
 def _apply_local(
     model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]
 ) -> None:
-    with_halo = {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo}
+    # A convolution without a halo needs no exchange, so it stays as it is.
+    with_halo = {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items() if size}
     _replace_modules(model, with_halo)
     # Rank 0's values on every rank, as distribute_tensor sees to for DTensors.
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -192,44 +167,31 @@ def _apply_local(
         return (images,)
 
     model.register_forward_pre_hook(to_local)
-    model.mean.forward = partial(spatial_mean, strip=strip)  # type: ignore[method-assign]
+    model.mean.forward = partial(halo.spatial_mean, strip=strip)  # type: ignore[method-assign]
     GradientBuckets(model.parameters(), mesh)
 
 
 def _apply_dtensor(
     model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, halos: dict[nn.Conv2d, int]
 ) -> None:
-    data_ranks = mesh.size() // mesh.size(axis)
-    replicated = [Replicate()] * mesh.ndim
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), mesh, replicated)
-            shared = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            if shared.requires_grad:
-                shared.register_post_accumulate_grad_hook(
-                    lambda p: _sum_gradient(p, replicated, data_ranks)
-                )
-            module.register_parameter(name, shared)
-    _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
+    _replicate_parameters(model, mesh, data_ranks=mesh.size() // mesh.size(axis))
+    _replace_modules(model, {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items()})
     for module in model.modules():
         if isinstance(module, StochasticDepth):
             # It keeps or drops whole samples, for which a strip needs no other strip.
-            module.forward = partial(_forward_on_strips, module.forward)  # type: ignore[method-assign]
+            on_strips = partial(_forward_on_strips, module.forward)
+            module.forward = on_strips  # type: ignore[method-assign]
     # Since 2.12 torch labels the output of a convolution as replicated.
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
         # A DTensor made from a local strip assumes that the other strips have the same size.
-        size = args[0].shape[strip.dim]
-        if left_over := size % strip.ranks:
-            rule = (
-                f"{size} % {strip.ranks} = {left_over}; use strategy local or a size that"
-                f" {strip.ranks} divides"
-            )
+        size, ranks = args[0].shape[strip.dim], strip.ranks
+        if rest := size % ranks:
             raise ValueError(
-                f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor:"
-                f" {rule}"
+                f"{ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {size} %"
+                f" {ranks} = {rest}; use strategy local or a size that {ranks} divides"
             )
 
     model.register_forward_pre_hook(check_strips)
@@ -241,11 +203,30 @@ def _apply_dtensor(
     model.register_forward_hook(lambda module, args, logits: logits.to_local())
 
 
-def _relabel_as_strips(model: nn.Module) -> None:
-    """Mark every convolution's output as strips, where torch calls it replicated.
+def _replicate_parameters(model: nn.Module, mesh: DeviceMesh, data_ranks: int) -> None:
+    replicated = [Replicate()] * mesh.ndim
 
-    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong:
-    only for demonstration. Without this, training fails later, with an error that hides the cause.
+    def sum_gradient(parameter: Tensor) -> None:
+        assert isinstance(parameter.grad, DTensor)
+        # Strips are terms of a sum, but samples are averaged.
+        mean = parameter.grad.redistribute(placements=replicated) / data_ranks
+        # Adam's fused kernel needs the parameter's strides, which redistribute loses in torch 2.11.
+        parameter.grad = torch.empty_like(parameter).copy_(mean)
+
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.detach(), mesh, replicated)
+            shared = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            if shared.requires_grad:
+                shared.register_post_accumulate_grad_hook(sum_gradient)
+            module.register_parameter(name, shared)
+
+
+def _relabel_as_strips(model: nn.Module) -> None:
+    """Mark every convolution's output as strips, where torch calls it replicated, to demonstrate.
+
+    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong.
+    Without this, training fails later, with an error that hides the cause.
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
@@ -271,15 +252,6 @@ def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTens
     return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
 
-def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: int) -> None:
-    gradient = parameter.grad
-    assert isinstance(gradient, DTensor)
-    # Strips are terms of a sum, but samples are averaged.
-    mean = gradient.redistribute(placements=replicated) / data_ranks
-    # Adam's fused kernel needs the parameter's strides, which redistribute loses in torch 2.11.
-    parameter.grad = torch.empty_like(parameter).copy_(mean)
-
-
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:
     """Drop all strips of a sample together, by one random stream for the whole mesh."""
     device = next(model.parameters()).device
@@ -294,10 +266,3 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
             module.generator = generator
             if mesh.ndim == 2:
                 module.shard, module.shards = mesh.get_local_rank(1 - axis), mesh.size(1 - axis)
-
-
-def _replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in replacements:
-                setattr(parent, name, replacements[child])

@@ -5,13 +5,15 @@ must be in exactly one unit, and a nested unit must be made before the outer one
 """
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from graphlib import TopologicalSorter
 from typing import TypeVar
 
 from torch import nn
 
-from labkit.parallel.checkpointing import BlockTypes, checkpoint_wrappers, find_blocks, plain_name
+from labkit.models.protocol import LabModel
+from labkit.parallel import checkpointing
+from labkit.parallel.checkpointing import BlockTypes, UnitRule, find_blocks
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ROOT = "root"
@@ -19,14 +21,85 @@ Units = dict[str, list[nn.Module]]
 """The modules of each unit, by its name."""
 
 
+def fsdp_units(
+    model: nn.Module,
+    block_types: BlockTypes,
+    local_modules: Collection[nn.Module] = (),
+    skip: Collection[int] = (),
+) -> Units:
+    """Return the modules of each unit, in the order of the model; the rest belongs to the root.
+
+    ``local_modules`` stay out of all units. ``skip`` leaves blocks to the root, counted from 0.
+    """
+    outside = {part for module in local_modules for part in module.modules()}
+    found = find_blocks(model, block_types)
+    blocks = [block for block in found if block not in outside and list(block.parameters())]
+    if block_types and not blocks:
+        raise checkpointing.missing_blocks_error(model, block_types, outside.intersection(found))
+    if unknown := sorted(index for index in skip if index >= len(blocks)):
+        there = f"the model has {len(blocks)}, from 0"
+        raise ValueError(f"skip {unknown} counts blocks that are not there: {there}")
+    wrappers = checkpointing.checkpoint_wrappers(model)
+    names = {module: name for name, module in model.named_modules()}
+    units: Units = {}
+    unit_names: dict[nn.Module, str] = {}
+    for index, block in enumerate(blocks):
+        if index in skip:
+            continue
+        # Modules that share a weight share a unit, or each would gather and reduce its own copy.
+        together = [block, *modules_sharing_weights(model, block)]
+        earlier = (unit_names[module] for module in together if module in unit_names)
+        name = next(earlier, checkpointing.plain_name(names[block]))
+        unit = units.setdefault(name, [])
+        for module in together:
+            inside = {part for member in unit for part in member.modules()}
+            if module not in unit_names and module not in inside:
+                # FSDP's hooks go around the recomputation of a checkpointed block.
+                unit.append(wrappers.get(module, module))
+                unit_names[module] = name
+    return units
+
+
+def inner_first(units: Units) -> Iterator[list[nn.Module]]:
+    """Yield the units so that each comes before those around it, as wrapping needs."""
+    needs: dict[str, set[str]] = {}
+    for name, modules in units.items():
+        inside = {part for module in modules for part in module.modules()} - set(modules)
+        needs[name] = {other for other in units if other != name and inside & set(units[other])}
+    return (units[name] for name in TopologicalSorter(needs).static_order())
+
+
+def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """Return the modules outside ``block`` that own one of its parameters."""
+    shared, inside = set(block.parameters()), set(block.modules())
+    others = [module for module in model.modules() if module not in inside]
+    return [m for m in others if not shared.isdisjoint(m.parameters(recurse=False))]
+
+
+def choose_block_types(
+    model: LabModel, wrap: str, blocks: Sequence[str], is_unit: UnitRule | None, min_numbers: int
+) -> BlockTypes:
+    """Return what becomes a unit in a wrap mode of ``apply_fsdp``; nothing for one unit alone."""
+    if wrap == "block":
+        return tuple(blocks) or model.block_types
+    if wrap == "layer":
+        return layer_types(model)
+    if wrap == "yours":
+        assert is_unit, "wrap yours needs is_unit"
+        return is_unit
+    chosen: tuple[nn.Module, ...] = ()
+    if wrap == "every":
+        chosen = modules_with_parameters(model)
+    elif wrap == "size":
+        chosen = large_modules(model, min_numbers)
+    # With nothing chosen, as for root or a model that is too small, the model is one unit.
+    return chosen.__contains__ if chosen else ()
+
+
 def layer_types(model: nn.Module) -> tuple[str, ...]:
     """Return class names of the modules that own parameters, for ``--wrap layer``."""
-    owners = [module for module in _callable_parts(model) if _owns_parameters(module)]
+    owners = [m for m in _callable_parts(model) if list(m.parameters(recurse=False))]
     return tuple(sorted({type(module).__name__ for module in owners}))
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -37,32 +110,14 @@ def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
 def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
     """Return the modules with this many parameters outside of nested units, for ``--wrap size``."""
     chosen: list[nn.Module] = []
-    taken: set[int] = set()
-    # Reversed, inner modules come first.
+    taken: set[nn.Parameter] = set()
+    # Reversed, inner modules come first, so an outer one counts what they have left over.
     for module in reversed(_self_contained_parts(model)):
-        # Elements outside of the units that are inside this module.
-        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
-        if own and sum(own.values()) >= numbers:
+        own = set(module.parameters()) - taken
+        if own and sum(parameter.numel() for parameter in own) >= numbers:
             chosen.append(module)
-            taken |= own.keys()
+            taken |= own
     return tuple(chosen)
-
-
-def wrap(module: ModuleType) -> ModuleType:
-    """Mark a module as a unit where it is constructed, and return it: ``wrap(nn.Linear(4, 4))``.
-
-    Pass ``is_marked`` as ``block_types`` to shard the marked modules, as FSDP1's ``wrap`` does.
-    """
-    _unit_marks.add(module)
-    return module
-
-
-def is_marked(module: nn.Module) -> bool:
-    """Tell whether ``wrap`` was called with this module."""
-    return module in _unit_marks
-
-
-_unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _callable_parts(model: nn.Module) -> list[nn.Module]:
@@ -83,87 +138,22 @@ def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     return [
         part
         for part in _callable_parts(model)
-        if _owns_parameters(part) or not modules_sharing_weights(model, part)
+        if list(part.parameters(recurse=False)) or not modules_sharing_weights(model, part)
     ]
 
 
-def fsdp_units(
-    model: nn.Module,
-    block_types: BlockTypes,
-    local_modules: Collection[nn.Module] = (),
-    skip: Collection[int] = (),
-) -> Units:
-    """Return the modules of each unit, in the order of the model; the rest belongs to the root.
+_unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    Modules that share a parameter with a block join its unit, or each would gather and reduce a
-    copy of its own.
 
-    Args:
-        model: any module.
-        block_types: which modules become units: class names, or a function that decides for each.
-        local_modules: modules that differ from rank to rank and stay out of all units.
-        skip: blocks to leave to the root, counted from 0 in the order of the model.
+def wrap(module: ModuleType) -> ModuleType:
+    """Mark a module as a unit where it is constructed, and return it: ``wrap(nn.Linear(4, 4))``.
 
-    Raises:
-        ValueError: the model has no block of these types, or not as many as ``skip`` counts.
+    Pass ``is_marked`` as ``block_types`` to shard the marked modules, as FSDP1's ``wrap`` does.
     """
-    outside = {part for module in local_modules for part in module.modules()}
-    found = find_blocks(model, block_types)
-    blocks = [block for block in found if block not in outside and list(block.parameters())]
-    if block_types and not blocks:
-        _refuse_without_blocks(model, block_types, [block for block in found if block in outside])
-    if not set(skip) <= set(range(len(blocks))):
-        raise ValueError(
-            f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)},"
-            " from 0"
-        )
-    wrappers = checkpoint_wrappers(model)
-    names = {module: name for name, module in model.named_modules()}
-    units: Units = {}
-    unit_of: dict[nn.Module, str] = {}
-    for index, block in enumerate(blocks):
-        if index in skip:
-            continue
-        together = [block, *modules_sharing_weights(model, block)]
-        # A block that shares weights with a module of an earlier unit joins that unit.
-        earlier = [unit_of[module] for module in together if module in unit_of]
-        name = earlier[0] if earlier else plain_name(names[block])
-        unit = units.setdefault(name, [])
-        for module in together:
-            inside = {part for member in unit for part in member.modules()}
-            if module not in unit_of and module not in inside:
-                # FSDP's hooks go around the recomputation of a checkpointed block.
-                unit.append(wrappers.get(module, module))
-                unit_of[module] = name
-    return units
+    _unit_marks.add(module)
+    return module
 
 
-def _refuse_without_blocks(
-    model: nn.Module, block_types: BlockTypes, apart: list[nn.Module]
-) -> None:
-    kind = type(model).__name__
-    if apart:
-        kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
-        raise ValueError(
-            f"all blocks of {kind} ({kinds}) are ignored or local: nothing is left to wrap"
-        )
-    if callable(block_types):
-        raise ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
-    has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-    raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {kind}: it has {has}")
-
-
-def inner_first(units: Units) -> Iterator[list[nn.Module]]:
-    """Yield the units so that each comes before those around it, as wrapping needs."""
-    needs: dict[str, set[str]] = {}
-    for name, modules in units.items():
-        inside = {part for module in modules for part in module.modules()} - set(modules)
-        needs[name] = {other for other in units if other != name and inside & set(units[other])}
-    return (units[name] for name in TopologicalSorter(needs).static_order())
-
-
-def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    """Return the modules outside ``block`` that own one of its parameters."""
-    shared, inside = {id(p) for p in block.parameters()}, set(block.modules())
-    others = [module for module in model.modules() if module not in inside]
-    return [m for m in others if any(id(p) in shared for p in m.parameters(recurse=False))]
+def is_marked(module: nn.Module) -> bool:
+    """Tell whether ``wrap`` was called with this module."""
+    return module in _unit_marks

@@ -5,9 +5,9 @@ sharded parameters. ``inspection`` measures what they gather and leave in memory
 """
 
 from labkit.tensors.inspection import (
-    GatherErrors,
     gather_errors,
     gather_memory_bytes,
+    gather_ms,
     leak_bytes,
     plain_shards,
     plain_tensors,
@@ -31,8 +31,8 @@ from labkit.tensors.two_tensor import (
 )
 
 __all__ = [
-    "EXTENSIONS", "Extension", "GatherErrors", "TwoTensor", "convert_parameters",
-    "extend_model", "extend_parameter", "gather_errors", "gather_memory_bytes",
+    "EXTENSIONS", "Extension", "TwoTensor", "convert_parameters",
+    "extend_model", "extend_parameter", "gather_errors", "gather_memory_bytes", "gather_ms",
     "gather_on_one_rank", "leak_bytes", "make_quantised_extension", "make_two_tensor",
     "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak", "rounding_errors",
 ]  # fmt: skip

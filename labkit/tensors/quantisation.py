@@ -1,84 +1,46 @@
 """Gather parameters in fewer bytes: hooks on the plain local tensors of an FSDP2 model.
 
 FSDP2 looks for its two hooks on the local tensor of each sharded parameter, whatever its type. So a
-plain tensor can have them too: ``encode`` turns this rank's rows into the tensors to send, and
-``decode`` turns the gathered tensors into the parameter.
+plain tensor can have them too. The optimizer updates the float32 rows, so rounding only affects
+computation:
 
     float32 rows --encode--> (values, scales) --all-gather--> all of them --decode--> parameter
-
-The optimizer updates the float32 rows, so rounding only affects computation. Gradients are reduced
-as usual.
 
 Shapes: P rows on every rank after padding, W ranks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
 from labkit.tensors.two_tensor import pad_rows, refill
 
 FLOAT8 = torch.float8_e4m3fn
 GROUP_SIZE = 32
 """Elements of a row that share a scale in a group."""
+_MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
 _DEFAULT_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
-# A shard of zeros must not divide by 0.
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Extension:
-    """How a parameter is sent.
-
-    Attributes:
-        sends: what each sent tensor is; ``encode`` returns as many.
-        encode: from a shard [P, ...] to the tensors to send. The all-gather makes each W times
-            longer along its first dimension.
-        decode: from all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
-    """
+    """How a parameter is sent: in tensors, which ``sends`` names."""
 
     sends: tuple[str, ...]
+    # From a shard [P, ...] to the tensors to send, each W times longer once it is gathered.
     encode: Callable[[Tensor], tuple[Tensor, ...]]
+    # From all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
     decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
 
-def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
-    """Let FSDP2 gather a sharded parameter with an extension.
-
-    Call it on every rank, before the first forward pass. Shorter shards are padded with zeros
-    before they are encoded; FSDP2 cuts the padding off below the parameter's last row.
-
-    Replacing the local tensor drops the hooks silently: moving the model, ``to_empty``,
-    ``load_state_dict(assign=True)``, and CPU offload in every all-gather.
-
-    Args:
-        parameter: two or more dims, sharded along the first by ``fully_shard``, not on the meta
-            device.
-        extension: a key of ``EXTENSIONS``, or an Extension.
-
-    Raises:
-        ValueError: an unknown extension, or another kind of parameter.
-    """
-    chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
-    if chosen is None:
-        raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
-    rows = _rows_with_padding(parameter)
-    # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
-    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    hooks = _GatherHooks(chosen, local, torch.Size([rows, *parameter.shape[1:]]))
-    local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
-    local.fsdp_post_all_gather = hooks.post_all_gather  # type: ignore[attr-defined]
-
-
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
-    """Extend every parameter of two or more dims, and return how many.
-
-    Call it after ``fully_shard`` and ``to_empty``, and before the first forward pass.
+    """Extend every parameter of two or more dims, and return how many; call it after
+    ``fully_shard`` and ``to_empty``, and before the first forward pass.
     """
     # Vectors are small, and a scale per row would send more than it saves.
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -87,22 +49,48 @@ def extend_model(model: nn.Module, extension: str | Extension) -> int:
     return len(matrices)
 
 
+def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
+    """Let FSDP2 gather a matrix with an Extension, or a key of EXTENSIONS, on every rank.
+
+    Shorter shards are padded with zeros before they are encoded; FSDP2 cuts the padding off. What
+    replaces the local tensor drops the hooks silently: moving the model, ``to_empty``,
+    ``load_state_dict(assign=True)``, and CPU offload in every all-gather.
+    """
+    chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
+    if chosen is None:
+        raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+        raise ValueError(
+            f"a parameter of {shape} is not sharded along dim 0: call fully_shard first"
+        )
+    if parameter.ndim < 2:
+        raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
+    if parameter.is_meta:
+        raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
+    # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
+    local: Tensor = parameter._local_tensor
+    hooks = _GatherHooks(chosen, local, parameter.shape, parameter.device_mesh.size())
+    local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
+    local.fsdp_post_all_gather = hooks.post_all_gather  # type: ignore[attr-defined]
+
+
 class _GatherHooks:
     """FSDP2's two hooks of one parameter, which call an Extension and check its results."""
 
-    def __init__(self, extension: Extension, local: Tensor, padded: torch.Size):
-        self.extension, self.local, self.padded = extension, local, padded
+    def __init__(self, extension: Extension, local: Tensor, shape: torch.Size, ranks: int):
+        self.extension, self.local = extension, local
+        # P, on every rank
+        self.rows = -(-shape[0] // ranks)
+        self.gathered_shape = (self.rows * ranks, *shape[1:])
 
     # With the signature (mesh) FSDP2 accepts tensors of any shape. With all five arguments it wants
     # the padded shape on a shorter last shard, which scales do not have.
     def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        sent = self.extension.encode(pad_rows(self.local, self.padded[0]))
-        names = self.extension.sends
+        sent, names = self.extension.encode(pad_rows(self.local, self.rows)), self.extension.sends
         if len(sent) != len(names):
-            raise ValueError(
-                f"encode gave {len(sent)} tensors to send, not {len(names)}: {', '.join(names)}"
-            )
-        self._ranks = mesh.size()
+            wanted = f"{len(names)}: {', '.join(names)}"
+            raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
         return tuple(tensor.contiguous() for tensor in sent), None
 
     def post_all_gather(
@@ -115,7 +103,7 @@ class _GatherHooks:
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         whole = self.extension.decode(gathered, param_dtype)
         self._check_parameter(whole, param_dtype)
-        shared = _storage_id(whole) in {_storage_id(tensor) for tensor in gathered}
+        shared = _storage_id(whole) in map(_storage_id, gathered)
         if out is None:
             # FSDP2 frees the gathered tensors itself. Naming them here as well would be wrong: it
             # computes the memory of named tensors from their number of elements.
@@ -125,88 +113,64 @@ class _GatherHooks:
         return None
 
     def _check_parameter(self, whole: Tensor, dtype: torch.dtype) -> None:
-        wanted = (self.padded[0] * self._ranks, *self.padded[1:])
-        if tuple(whole.shape) != wanted or whole.dtype != dtype or not whole.is_contiguous():
+        wanted, given = self.gathered_shape, tuple(whole.shape)
+        if given != wanted or whole.dtype != dtype or not whole.is_contiguous():
             raise ValueError(
-                f"decode gave {tuple(whole.shape)} in {whole.dtype}, not the contiguous parameter"
-                f" of {self._ranks} ranks, {wanted} in {dtype}: undo what encode did to a shard"
-                f" {tuple(self.padded)}"
+                f"decode gave {given} in {whole.dtype}, not the contiguous parameter of all ranks,"
+                f" {wanted} in {dtype}: undo what encode did to a shard of {self.rows} rows"
             )
         if whole.untyped_storage().nbytes() != whole.nbytes:
             raise ValueError(
-                "decode gave a view of a larger tensor, which cannot be freed by itself: clone it"
+                "decode gave a view of a larger tensor, which cannot be freed: clone it"
             )
 
 
-def _rows_with_padding(parameter: Tensor) -> int:
-    """Return P of a parameter that can be extended."""
-    shape = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-        raise ValueError(
-            f"a parameter of shape {shape} is not sharded along dim 0: call fully_shard first"
-        )
-    if parameter.ndim < 2:
-        raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
-    if parameter.is_meta:
-        raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
-    return -(-shape[0] // parameter.device_mesh.size())
-
-
 def _storage_id(tensor: Tensor) -> int:
-    # The object's address, because simulated memory has none.
     return tensor.untyped_storage()._cdata
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
-    """Send values of 8 or 4 bits, and the scales by which they were divided.
+    """Send ``numbers`` (float8, int8 or int4), and the scales by which they were divided.
 
-    Args:
-        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even
-            length.
-        scales: what has a scale of its own: a "shard", each "row", or each "group" of 32 elements
-            of a row. The default is a shard for float8, and each row for the others.
-
-    Raises:
-        ValueError: other numbers, or other scales.
+    A "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
+    numbers share a byte, so rows must have an even length.
     """
     if numbers not in _MAX_VALUES:
         raise ValueError(f"{numbers} has no scales: take {', '.join(_MAX_VALUES)}")
     share = scales or _DEFAULT_SCALES[numbers]
     if share not in _SCALE_MAXIMA:
         raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
-    encode = partial(_encode_scaled, numbers=numbers, scales=share)
-    decode = partial(_decode_scaled, numbers=numbers, scales=share)
+
+    def encode(shard: Tensor) -> tuple[Tensor, Tensor]:
+        # [P, columns]
+        flat = shard.flatten(1)
+        largest = _SCALE_MAXIMA[share](flat.abs()).float()
+        # A shard of zeros must not divide by 0.
+        chosen = (largest / _MAX_VALUES[numbers]).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = (flat / _expand_scales(chosen, flat, share)).view(shard.shape)
+        if numbers == "int4":
+            return _pack_int4(scaled), chosen
+        if numbers == "int8":
+            return scaled.round().to(torch.int8), chosen
+        # Gloo lacks this dtype, but next to a tensor of another dtype FSDP2 sends plain bytes.
+        return scaled.to(FLOAT8), chosen
+
+    def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        sent, chosen = gathered
+        whole = _unpack_int4(sent) if numbers == "int4" else sent.float()
+        # [W * P, columns]
+        flat = whole.flatten(1)
+        return (flat * _expand_scales(chosen, flat, share)).view(whole.shape).to(dtype)
+
     return Extension(("numbers", f"one scale a {share}"), encode, decode)
-
-
-def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
-    flat = shard.flatten(1)
-    largest = _SCALE_MAXIMA[scales](flat.abs()).float()
-    chosen = (largest / _MAX_VALUES[numbers]).clamp(min=_SMALLEST_SCALE)
-    scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
-    if numbers == "int4":
-        return _pack_int4(scaled), chosen
-    if numbers == "int8":
-        return scaled.round().to(torch.int8), chosen
-    # Gloo lacks this dtype, but next to a tensor of another dtype FSDP2 sends plain bytes.
-    return scaled.to(FLOAT8), chosen
-
-
-def _decode_scaled(
-    gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: str, scales: str
-) -> Tensor:
-    sent, chosen = gathered
-    whole = _unpack_int4(sent) if numbers == "int4" else sent.float()
-    flat = whole.flatten(1)
-    return (flat * _expand_scales(chosen, flat, scales)).view(whole.shape).to(dtype)
 
 
 def _pack_int4(scaled: Tensor) -> Tensor:
     """Pack values from -7 to 7, [..., 2 N], into bytes, [..., N]."""
     if scaled.shape[-1] % 2:
+        size = scaled.shape[-1]
         raise ValueError(
-            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even"
-            " number, or int8"
+            f"int4 puts two numbers in a byte: rows of {size} must be even, or take int8"
         )
     shifted = (scaled.round() + 8).to(torch.uint8)
     return shifted[..., ::2] * 16 + shifted[..., 1::2]
@@ -218,7 +182,7 @@ def _unpack_int4(packed: Tensor) -> Tensor:
 
 def _group_maxima(flat: Tensor) -> Tensor:
     # The last group of a row may be shorter.
-    whole = torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP_SIZE))
+    whole = pad(flat, (0, -flat.shape[1] % GROUP_SIZE))
     return whole.unflatten(1, (-1, GROUP_SIZE)).amax(dim=2)
 
 
@@ -233,7 +197,6 @@ def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
     return scales
 
 
-_MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
 _SCALE_MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
     "shard": lambda flat: flat.max().reshape(1),
     "row": lambda flat: flat.amax(dim=1, keepdim=True),

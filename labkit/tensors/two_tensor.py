@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 from labkit.torch_private import (
@@ -41,18 +40,12 @@ _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)
 
 
 class TwoTensor(Tensor):
-    """Two tensors of equal shape, strides, dtype and device that share every operation.
+    """Two tensors of equal shape, strides, offset, dtype and device that share every operation.
 
-    An operation that writes into a plain tensor (``out=``) leaves the result of ``a`` there. FSDP2
-    reduces gradients in this way, so both halves are updated with the gradient of ``a``.
-
-    Args:
-        a: the first half, whose memory is shared. Autograd follows the TwoTensor; the attribute
-            ``a`` has no gradient.
-        b: the second half, likewise.
-
-    Raises:
-        ValueError: the halves differ in shape, strides, offset, dtype or device.
+    Autograd follows the TwoTensor; its halves ``a`` and ``b``, whose memory is shared, have no
+    gradient. An operation that writes into a plain tensor (``out=``) leaves the result of ``a``
+    there. FSDP2 reduces gradients in this way, so both halves are updated with the gradient of
+    ``a``.
     """
 
     a: Tensor
@@ -60,20 +53,15 @@ class TwoTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor) -> TwoTensor:
-        for name, of in _MUST_AGREE.items():
-            if of(a) != of(b):
+        layout, other = _describe_layout(a), _describe_layout(b)
+        for name, value in layout.items():
+            if value != other[name]:
+                values = f"{value} and {other[name]}"
                 raise ValueError(
-                    f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them"
-                    " equal"
+                    f"the halves of a TwoTensor differ in {name}, {values}: make equal ones"
                 )
-        two: TwoTensor = Tensor._make_wrapper_subclass(
-            cls,
-            a.size(),
-            strides=a.stride(),
-            storage_offset=a.storage_offset(),
-            dtype=a.dtype,
-            device=a.device,
-        )
+        # A tensor without memory of its own.
+        two: TwoTensor = Tensor._make_wrapper_subclass(cls, layout.pop("shape"), **layout)
         two.a, two.b = a.detach(), b.detach()
         return two
 
@@ -92,7 +80,9 @@ class TwoTensor(Tensor):
         return TwoTensor(inner["a"], inner["b"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
         # b first, so that a plain out= keeps the result of a.
@@ -101,25 +91,18 @@ class TwoTensor(Tensor):
         flat, structure = tree_flatten(a)
         pairs = zip(flat, tree_leaves(b), strict=True)
         both = [cls(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
+        result = tree_unflatten(both, structure)
         # An in-place operation must return its own argument, and a view must share its storage.
-        return return_and_correct_aliasing(func, args, kwargs, tree_unflatten(both, structure))
+        return return_and_correct_aliasing(func, args, kwargs, result)
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """Return what FSDP2 sends of this rank's shard: both halves, padded to the longest shard.
+        """Return what FSDP2 sends of this rank's shard: both halves [P, ...], and no ``metadata``.
 
         FSDP2 counts the parameters of this method. ``(self, mesh)`` is enough for shards of equal
         length; with all five it also gets the whole parameter's shape, which a shorter last shard
-        needs for its padding. It refuses any other number.
-
-        Returns:
-            Two tensors [P, ...], and the ``metadata`` of ``fsdp_post_all_gather``: none.
+        needs for its padding.
         """
         # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
         rows = -(-outer_size[0] // mesh.size())
@@ -133,26 +116,20 @@ class TwoTensor(Tensor):
         *,
         out: TwoTensor | None = None,
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
-        """Build the whole parameter on the first call; later only refill it.
+        """Build the whole parameter on the first call, and name what to free; then only refill it.
 
-        Autograd may have saved the first call's parameter, so later calls must reuse its memory:
-        FSDP2 allocates the gathered and the returned tensors again, and passes the parameter as
-        ``out``.
-
-        Args:
-            all_gather_outputs: all rows of a and of b, [W * P, ...] each, with padding.
-            metadata: from ``fsdp_pre_all_gather``.
-            param_dtype: to compute in.
-            out: from the second call on, the parameter of the first call.
-
-        Returns:
-            On the first call the parameter, and the tensors that FSDP2 must free after use.
-
-        Raises:
-            ValueError: not two tensors of one shape were gathered, or ``out`` does not hold their
-                memory.
+        All rows of a and of b have arrived, [W * P, ...] each, with padding. Autograd may have
+        saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
+        gathered and the returned tensors again, and passes the parameter as ``out``.
         """
-        _check_gathered(all_gather_outputs)
+        shapes = [tuple(each.shape) for each in all_gather_outputs]
+        if len(shapes) != 2:
+            raise ValueError(
+                f"a TwoTensor is gathered as 2 tensors, got {len(shapes)}: send a and b"
+            )
+        if shapes[0] != shapes[1]:
+            differ = f"differ in shape, {shapes[0]} and {shapes[1]}"
+            raise ValueError(f"the gathered halves {differ}: send equal sizes")
         a, b = all_gather_outputs
         if out is None:
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
@@ -179,32 +156,26 @@ def make_two_tensor(weight: Tensor) -> TwoTensor:
 def convert_parameters(
     model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
 ) -> None:
-    """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``.
-
-    Raises:
-        ValueError: ``convert`` did not return a tensor of the parameter's shape.
-    """
+    """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``."""
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
             converted = convert(each.detach())
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
-                is_tensor = isinstance(converted, Tensor)
-                shape = f" of shape {tuple(converted.shape)}" if is_tensor else ""
+                kind, is_tensor = type(converted).__name__, isinstance(converted, Tensor)
+                became = f"{kind} of shape {tuple(converted.shape)}" if is_tensor else kind
                 was = f"a parameter of shape {tuple(each.shape)}"
-                raise ValueError(
-                    f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same"
-                    " shape"
-                )
+                raise ValueError(f"{was} became a {became}: give a tensor of the same shape")
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
 
-_MUST_AGREE: dict[str, Any] = {
-    "shape": lambda tensor: tuple(tensor.shape),
-    "strides": lambda tensor: tensor.stride(),
-    "storage offset": lambda tensor: tensor.storage_offset(),
-    "dtype": lambda tensor: tensor.dtype,
-    "device": lambda tensor: tensor.device,
-}
+def _describe_layout(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "shape": tuple(tensor.shape),
+        "strides": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+    }
 
 
 def pad_rows(shard: Tensor, rows: int) -> Tensor:
@@ -238,15 +209,3 @@ def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
                 f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one"
                 " half"
             )
-
-
-def _check_gathered(outputs: Sequence[Tensor]) -> None:
-    if len(outputs) != 2:
-        raise ValueError(
-            f"a TwoTensor is gathered as 2 tensors, got {len(outputs)}: send both (a, b) before"
-        )
-    shapes = [tuple(tensor.shape) for tensor in outputs]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the gathered halves differ in shape, {shapes[0]} and {shapes[1]}: send equal sizes"
-        )
