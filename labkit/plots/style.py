@@ -1,9 +1,10 @@
-"""Colours, units, legends and the stamp that all figures share."""
+"""Colours, units, bars, legends and the stamp that all figures share."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -12,6 +13,10 @@ from matplotlib.text import Annotation
 
 from labkit.runs import result
 from labkit.runs.result import RunResult
+
+Runs = Mapping[str, RunResult]  # by label
+Numbers = Mapping[str, float]
+Stacks = Mapping[str, Numbers]  # by label and part
 
 # Okabe and Ito's palette ("Color Universal Design", 2008): distinct in print and to the
 # colour-blind.
@@ -34,11 +39,13 @@ PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
 COLLECTIVE_COLOURS = {"all_gather": SKY, "reduce_scatter": GREEN, "all_reduce": YELLOW}
 EXPOSURE_COLOUR = VERMILION
 
+# Dashed lines and frames are reserved for predictions.
 PREDICTION_STYLE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.3}
 FRAME_STYLE: dict[str, Any] = {"edgecolor": "black", "linestyle": "--", "linewidth": 0.8}
 GUIDE_STYLE: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": ":"}
 CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 ON_TOP: dict[str, Any] = {"ha": "center", "va": "bottom"}
+SMALL_LEGEND: dict[str, Any] = {"fontsize": 8, "handlelength": 1.2, "columnspacing": 1.0}
 
 
 def rank_colour(rank: int) -> str:
@@ -51,10 +58,16 @@ def mix_with_white(colour: str, strength: float = 0.35) -> tuple[float, ...]:
     return tuple(strength * channel + 1 - strength for channel in to_rgb(colour))
 
 
-def memory_colours_in_use(sizes: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colours of the memory categories that some of ``sizes`` has bytes of."""
-    used = {name for each in sizes for name, size in each.items() if size}
-    return {name: colour for name, colour in MEMORY_COLOURS.items() if name in used}
+def text_colour(background: Any) -> str:
+    """Return the colour of text that can be read on ``background``."""
+    red, green, blue = to_rgb(background)
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+
+
+def colours_in_use(colours: Mapping[str, str], drawn: Iterable[Numbers]) -> dict[str, str]:
+    """Return those ``colours`` whose part is not 0 in all of ``drawn``."""
+    used = {name for parts in drawn for name, size in parts.items() if size}
+    return {name: colour for name, colour in colours.items() if name in used}
 
 
 def make_axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
@@ -71,20 +84,18 @@ def make_row(count: int, width: float, height: float, **look: Any) -> list[Axes]
     return list(pyplot.subplots(1, count, **look)[1][0])
 
 
-def make_panels(
-    given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float
-) -> list[Axes]:
-    """Return one titled Axes per name: those given, or new ones of this size in inches."""
+def make_panels(names: Iterable[str], width: float, height: float) -> list[Axes]:
+    """Return a row of new Axes, one per name, each of this size in inches with its title."""
     names = list(names)
-    axes = list(given or make_row(len(names), width * len(names), height))
+    axes = make_row(len(names), width * len(names), height)
     for ax, name in zip(axes, names, strict=True):
         make_axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
     return axes
 
 
-def legend_patches(colours: Mapping[str, str]) -> list[Any]:
-    """Return one legend handle per label."""
-    return [Patch(color=colour, label=label) for label, colour in colours.items()]
+def legend_patches(colours: Mapping[str, Any]) -> list[Any]:
+    """Return one legend handle per label, with hyphens for underscores."""
+    return [Patch(color=colours[name], label=name.replace("_", "-")) for name in colours]
 
 
 def add_legend_above(
@@ -95,6 +106,12 @@ def add_legend_above(
     ax.legend(loc="lower center", bbox_to_anchor=(middle, 1.0), ncols=columns, **look)
 
 
+def add_figure_legend(ax: Axes, place: str, handles: list[Any], fontsize: float) -> None:
+    """Add one legend for all panels of the figure of ``ax``, "upper" or "lower"."""
+    look: dict[str, Any] = {"ncols": len(handles), "frameon": False, "fontsize": fontsize}
+    ax.figure.legend(handles=handles, loc=f"outside {place} center", **look)
+
+
 def add_note(
     ax: Axes, text: str, point: tuple[float, float], shift: tuple[float, float], **look: Any
 ) -> Annotation:
@@ -103,13 +120,36 @@ def add_note(
     return ax.annotate(text, point, shift, textcoords="offset points", **look)
 
 
-def add_box(
-    ax: Axes, left: float, top: float, width: float, height: float, **look: Any
-) -> Rectangle:
+def draw_arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], head: str = "->", lw: float = 1
+) -> None:
+    """Draw an arrow from ``start`` to ``end``."""
+    ax.annotate("", end, start, arrowprops={"arrowstyle": head, "lw": lw})
+
+
+def add_box(ax: Axes, left: float, top: float, width: float, height: float, **look: Any) -> None:
     """Add a rectangle, filled and with a white edge by default."""
-    box = Rectangle((left, top), width, height, **{"edgecolor": "white", **look})
-    ax.add_patch(box)
-    return box
+    ax.add_patch(Rectangle((left, top), width, height, **{"edgecolor": "white", **look}))
+
+
+def draw_cells(
+    ax: Axes,
+    numbers: Any,
+    left: float,
+    top: float,
+    colour: Any,
+    *,
+    size: tuple[float, float] = (1.0, 1.0),
+    fontsize: float = 8,
+    **look: Any,
+) -> None:
+    """Draw a matrix of numbers in boxes of this width and height."""
+    width, height = size
+    for (row, column), number in numpy.ndenumerate(numpy.atleast_2d(numbers)):
+        x, y = left + column * width, top + row * height
+        add_box(ax, x, y, width, height, facecolor=colour, **look)
+        said = ax.text(x + width / 2, y + height / 2, f"{number:g}", fontsize=fontsize, **CENTRED)
+        said.set_color(text_colour(colour))
 
 
 def mark_prediction(
@@ -120,6 +160,11 @@ def mark_prediction(
     return ax.plot([middle - reach, middle + reach], [value] * 2, label=label, **look)[0]
 
 
+def prediction_handle(ax: Axes, label: str) -> Any:
+    """Return a dashed line for the legend."""
+    return ax.plot([], [], label=label, **PREDICTION_STYLE)[0]
+
+
 def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
     """Draw a dotted line across the axes, with its name and value at the right edge."""
     ax.axhline(value, color="black", lw=1, ls=":")
@@ -127,14 +172,45 @@ def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
     add_note(ax, f"{name}\n{value:.3g} {unit}", (1, value), (3, 0), **look)
 
 
+def draw_stack(
+    ax: Axes,
+    place: float,
+    parts: Numbers,
+    colours: Mapping[str, Any],
+    width: float = 0.6,
+    *,
+    across: bool = False,
+    **look: Any,
+) -> float:
+    """Draw a bar of parts in the order of ``colours``, upward or ``across``; return its end."""
+    draw, end = ax.barh if across else ax.bar, 0.0
+    for name, colour in colours.items():
+        if name in parts:
+            draw(place, parts[name], width, end, facecolor=colour, **look)
+            end += parts[name]
+    return end
+
+
+def draw_rows(
+    ax: Axes, rows: Stacks, colours: Mapping[str, str], texts: Iterable[str], **look: Any
+) -> None:
+    """Draw a bar across for each label, from the top down, with a text at its end."""
+    for row, (parts, text) in enumerate(zip(rows.values(), texts, strict=True)):
+        end = draw_stack(ax, row, parts, colours, across=True, **look)
+        ax.text(end, row, f"  {text}", va="center", fontsize=9)
+    ax.set(yticks=range(len(rows)), yticklabels=list(rows))
+    ax.invert_yaxis()
+
+
 def draw_bar_stacks(
     ax: Axes,
-    predicted: Mapping[str, Mapping[str, float]],
-    measured: Mapping[str, Mapping[str, float]],
+    predicted: Stacks,
+    measured: Stacks,
     colours: Mapping[str, str],
     size: float,
-    legend: Mapping[str, str],
-    columns: int,
+    *,
+    legend: Mapping[str, str] | None = None,
+    columns: int = 0,
 ) -> None:
     """Draw stacked bars, one per label, with their sums on top: predicted left, measured right.
 
@@ -142,34 +218,35 @@ def draw_bar_stacks(
 
     Args:
         ax: where to draw.
-        predicted: bytes by label and part.
-        measured: bytes by label and part.
+        predicted: bytes or seconds.
+        measured: likewise.
         colours: the parts' colours, from the bottom up.
-        size: bytes in the unit of the axis.
-        legend: colours by their meaning.
-        columns: columns of the legend.
+        size: bytes or seconds in the unit of the axis.
+        legend: colours by their meaning, by default those in use.
+        columns: columns of the legend, 0 for none.
     """
     labels = list(dict.fromkeys([*predicted, *measured]))
+    solid: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+    pale = {name: (colour, 0.45) for name, colour in colours.items()}
+    framed = bool(predicted and measured)
     for column, label in enumerate(labels):
         offset = 0.2 if label in predicted and label in measured else 0.0
-        for side, drawn in ((-1, predicted), (1, measured)):
+        for side, drawn in ((-offset, predicted), (offset, measured)):
             if label not in drawn:
                 continue
-            place, top = column + side * offset, 0.0
-            for part, colour in colours.items():
-                height = drawn[label].get(part, 0) / size
-                look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
-                if drawn is predicted and measured:
-                    look = {"facecolor": (colour, 0.45)} | FRAME_STYLE
-                ax.bar(place, height, 0.36, top, **look)
-                top += height
-            ax.text(place, top, f"{top:.3g}", fontsize=8, **ON_TOP)
+            parts = {name: amount / size for name, amount in drawn[label].items()}
+            tints, look = (pale, FRAME_STYLE) if framed and drawn is predicted else (colours, solid)
+            top = draw_stack(ax, column + side, parts, tints, 0.36, **look)
+            ax.text(column + side, top, f"{top:.3g}", fontsize=8, **ON_TOP)
     ax.set_xticks(range(len(labels)), labels)
-    handles = legend_patches(legend)
-    if predicted and measured:
-        look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
-        handles.append(Patch(label="predicted", **look))
-    add_legend_above(ax, columns, handles)
+    if columns:
+        drawn_parts = [*predicted.values(), *measured.values()]
+        shown = colours_in_use(colours, drawn_parts) if legend is None else legend
+        handles = legend_patches(shown)
+        if framed:
+            look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
+            handles.append(Patch(label="predicted", **look))
+        add_legend_above(ax, columns, handles)
 
 
 def short_number_text(value: float) -> str:

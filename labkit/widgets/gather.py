@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit.plots import extensions as plots
+from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer
@@ -23,6 +25,7 @@ EXTENSION_BY_BITS = {
     "4 (int4)": "int4",
 }
 TRAINING_STEPS = 100
+BYTE_COLOURS = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
 
 
 class GatherExplorer(Explorer):
@@ -77,9 +80,10 @@ class GatherExplorer(Explorer):
         bars = {"fp32": {"numbers": whole}, extension: numbers}
         measured, found = {}, None
         if result is not None:
-            measured[extension] = result.value("all_gather_bytes")
+            measured[extension] = {"measured": result.value("all_gather_bytes")}
             found = result.value("weight_error")
-        plots.gather_byte_bars(bars, measured, ax=narrow)
+        what = "handed to the all-gathers of a step"
+        byte_bars(bars, measured, BYTE_COLOURS, ylabel=what, columns=2, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         bound = theory.rounding_error(extension)
         plots.error_histogram(errors, bound, found, label=extension, result=result, ax=wide)

@@ -9,6 +9,7 @@ import labkit
 from labkit.models import photo
 from labkit.plots import spatial as plots
 from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
@@ -110,8 +111,10 @@ class SpatialExplorer(Explorer):
             found = {name: result.value(name) for name in predicted}
             seen = {"a rank": {"activations": found["peak_activation_bytes"]}}
             sent = _traffic_bars(found)
-        plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
-        plots.byte_bars(_traffic_bars(predicted), sent, colours, ylabel="handed over", ax=traffic)
+        look = {"legend": {}, "budget": budget, "ylabel": "activations", "ax": memory}
+        byte_bars(bars, seen, colours, **look)
+        look = {"legend": {}, "ylabel": "handed over", "ax": traffic}
+        byte_bars(_traffic_bars(predicted), sent, colours, **look)
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))

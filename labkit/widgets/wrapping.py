@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit.plots import fsdp as plots
+from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit.widgets.explorer import Control, Explorer
@@ -80,7 +82,11 @@ class WrappingExplorer(Explorer):
         if result is not None:
             counted = {name: result.value(name) for name in predicted}
             measured = {label: theory.stage_wire_bytes(counted, ranks)}
-        plots.traffic_by_collective({"DDP": ddp} | {label: sent}, measured, ax=narrow)
+        bars, look = (
+            {"DDP": ddp} | {label: sent},
+            {"ylabel": "sent by a rank in a step", "ax": narrow},
+        )
+        byte_bars(bars, measured, style.COLLECTIVE_COLOURS, **look)
         return _alt_text(ledger, sum(sent.values()), sum(ddp.values()))
 
     def refusal_reason(self, **chosen: Any) -> str:
