@@ -259,7 +259,7 @@ def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them()
 
 def test_a_histogram_of_errors_has_the_bound_of_theory_dashed_on_both_sides():
     errors = numpy.array([-0.004, 0.0, 0.0, 0.002])
-    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8", result=RUNS["int8"])
+    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8")
     assert sorted(float(line.get_xdata()[0]) for line in dashed(ax)) == [-0.5, 0.5]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["theory: at most 0.5 %", "measured: at most 0.4 %"]

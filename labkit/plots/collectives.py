@@ -19,18 +19,13 @@ SUM_COLOUR, PARTIAL_SUM_COLOUR = "#4D4D4D", "#C4C4C4"
 Moments = Mapping[str, Sequence[float]]
 
 
-def values_by_rank(result: RunResult, names: Mapping[str, str] | Sequence[str]) -> Sequence[Axes]:
-    """Draw what each rank held before a collective, after it, and between, in one panel per name.
+def values_by_rank(result: RunResult, titles: Mapping[str, str]) -> Sequence[Axes]:
+    """Draw what each rank held before a collective, after it, and between, in one panel per title.
 
-    A number has the colour of the rank that held it first. All other numbers are sums: over all
-    ranks if some rank holds the number in the end, else over some.
-
-    Args:
-        result: a run whose ranks reported, under each name, a dict with their numbers at each
-            moment, such as ``{"before": …, "after": …}``.
-        names: the names to draw, or their titles by name.
+    Titles are by the name under which ranks reported a dict with their numbers at each moment, such
+    as ``{"before": …, "after": …}``. A number has the colour of the rank that held it first. All
+    other numbers are sums: over all ranks if some rank holds the number in the end, else over some.
     """
-    titles = names if isinstance(names, Mapping) else {name: name for name in names}
     panels: list[list[Moments]] = []
     for name in titles:
         reports = [rank.reported[name].items() for rank in result.ranks]
@@ -45,7 +40,7 @@ def values_by_rank(result: RunResult, names: Mapping[str, str] | Sequence[str]) 
     shades["sum over all ranks"] = SUM_COLOUR
     if any(len(moments) > 2 for moments, *_ in panels):
         shades["over some"] = PARTIAL_SUM_COLOUR
-    style.add_figure_legend(axes[0], "lower", style.legend_patches(shades), fontsize=8)
+    style.add_figure_legend(axes[0], "lower", shades, fontsize=8)
     return axes
 
 
@@ -59,10 +54,7 @@ def _draw_moments(ax: Axes, ranks: Sequence[Moments]) -> None:
             style.draw_arrow(ax, (left - 0.9, middle), (left - 0.1, middle), lw=1.5)
         for row, each in enumerate(ranks):
             for column, number in enumerate(each[moment], left):
-                # A cell is a little wider than three digits of size 9.
-                size = 9 if len(f"{number:g}") < 4 else 7.5
-                look = {"size": (1, 0.9), "fontsize": size}
-                style.draw_cells(ax, number, column, row, colours[number], **look)
+                style.draw_cells(ax, number, (column, row), colours[number], (1, 0.9))
         place = left + len(numbers) / 2
         ax.text(place, -0.15, moment, fontsize=8, color="#666666", **style.ON_TOP)
         left += len(numbers) + 1
@@ -89,12 +81,9 @@ def all_reduce_rounds(result: RunResult, kind: str = "message") -> pandas.Series
 
     The index is the size of the message, in bytes, for ``kind`` "message", and the number of
     messages for "pieces".
-
-    Raises:
-        ValueError: the run timed no such rounds.
     """
-    named = result.frame["name"].str.fullmatch(rf"{kind}_\d+")
-    spans = result.frame[(result.frame["kind"] == "span") & named]
+    spans = result.frame.query("kind == 'span'")
+    spans = spans[spans["name"].str.fullmatch(rf"{kind}_\d+")]
     if spans.empty:
         raise ValueError(
             f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce"
@@ -176,9 +165,8 @@ def communication_break_even(
 ) -> Sequence[Axes]:
     """Draw the predicted time of arithmetic and messages by tokens per rank, and where they meet.
 
-    Args:
-        panels: by machine, seconds of arithmetic per token, and seconds of messages by label.
-        batches: by machine, tokens per rank to mark with a dotted line.
+    ``panels`` are, by machine, seconds of arithmetic per token, and seconds of messages by label;
+    ``batches``, by machine, tokens per rank to mark with a dotted line.
     """
     axes = style.make_panels(panels, width=4.8, height=3.4)
     for ax, (name, (a_token_s, messages_s)) in zip(axes, panels.items(), strict=True):

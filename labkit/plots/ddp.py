@@ -25,13 +25,9 @@ MESSAGE_COLOURS = {
 }
 BAR_STYLE = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
 DOT_STYLE = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK_STYLE = {
-    "color": WAIT_COLOUR,
-    "marker": "|",
-    "markersize": 12,
-    "markeredgewidth": 2.5,
-    "linestyle": "",
-}
+TICK_STYLE = {"color": WAIT_COLOUR, "marker": "|", "markersize": 12, "linestyle": ""}
+TICK_STYLE["markeredgewidth"] = 2.5
+Span = tuple[float, float]
 # Fractions of the width: the boxes, the space after them, and a letter in a box.
 BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
 # The white outlines of more messages than this would cover the messages themselves.
@@ -45,15 +41,8 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
 
     The scale on the right counts lines of the generated program, like ``inductor.ProgramListing``.
     A dot is a kernel or a GEMM between the request and the first wait, which hides communication.
-
-    Args:
-        drawn: a run that kept its generated program as ``code`` and recorded its buckets, or the
-            buckets that ``inductor.find_buckets`` returns.
-        ax: where to draw.
-
-    Raises:
-        FileNotFoundError: rank 0 of the run kept no code.
-        ValueError: there is no bucket, or the records do not fit the code.
+    ``drawn`` is a run that kept its generated program as ``code`` and recorded its buckets, or the
+    buckets that ``inductor.find_buckets`` returns.
     """
     rows = _name_bucket_gradients(drawn) if isinstance(drawn, RunResult) else list(drawn)
     if not rows:
@@ -123,13 +112,8 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
 
 
 def backward_program(result: RunResult) -> inductor.ProgramListing:
-    """Return inductor's code for rank 0's backward pass, with the names of its buffers' contents.
-
-    Raises:
-        FileNotFoundError: rank 0 kept no code.
-    """
-    code = result.ranks[0].artifact("code")
-    buckets = _name_bucket_gradients(result)
+    """Return inductor's code for rank 0's backward pass, with names for its buffers' contents."""
+    code, buckets = result.ranks[0].artifact("code"), _name_bucket_gradients(result)
     names = [gradient.name for bucket in buckets for gradient in bucket.gradients]
     return inductor.ProgramListing(code, inductor.name_buffers(code, names))
 
@@ -186,24 +170,23 @@ def pass_time_by_bucket_size(
             ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
     ax.set_xticks(range(len(results)), list(results))
     ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
-    handles = [dots, Line2D([], [], label="predicted", **style.PREDICTION_STYLE), bars]
-    style.add_legend_above(ax, 3, handles)
+    style.add_legend_above(ax, 3, [dots, style.prediction_handle("predicted"), bars])
     return style.add_stamp(ax, results.values())
 
 
 def backward_timeline(
-    journeys_s: Sequence[tuple[float, float]],
+    journeys_s: Sequence[Span],
     backward_s: float,
     *,
     hidden: bool,
-    measured_s: float | None = None,
+    measured_s: float = 0.0,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
 
     Args:
-        journeys_s: when each bucket leaves and arrives, in seconds, as
-            ``theory.ddp.bucket_transfer_times`` gives it.
+        journeys_s: when each bucket leaves and arrives, as ``theory.ddp.bucket_transfer_times``
+            gives it.
         backward_s: seconds of the arithmetic alone.
         hidden: whether messages overlap the arithmetic, instead of interrupting it.
         measured_s: seconds of the backward pass on real ranks, a third bar.
@@ -214,25 +197,20 @@ def backward_timeline(
     pauses = [] if hidden else messages
     done = 1e3 * backward_s + sum(arrives - leaves for leaves, arrives in pauses)
     starts, stops = [0.0, *(end for _, end in pauses)], [*(start for start, _ in pauses), done]
-    covered, exposed = [], []
-    for leaves, arrives in messages:
-        seam = min(arrives, done) if hidden else leaves
-        covered.append((leaves, seam))
-        exposed.append((max(leaves, seam), arrives))
-    end = max(done, *(arrives for _, arrives in messages))
-    outline = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0}
-    work = zip(starts, stops, strict=True)
-    looks: tuple[dict[str, Any], ...] = ({}, outline, outline)
-    drawn = zip(
-        (work, covered, exposed), (-0.3, 0.7, 0.7), MESSAGE_COLOURS.values(), looks, strict=True
-    )
-    for spans, top, colour, look in drawn:
+    # A message is exposed from its seam on.
+    seams = [min(arrives, done) if hidden else leaves for leaves, arrives in messages]
+    covered = [(leaves, seam) for (leaves, _), seam in zip(messages, seams, strict=True)]
+    exposed = [(max(each[0], seam), each[1]) for each, seam in zip(messages, seams, strict=True)]
+    end, measured_ms = max(done, *(arrives for _, arrives in messages)), 1e3 * measured_s
+    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
+    rows = ((zip(starts, stops, strict=True), -0.3), (covered, 0.7), (exposed, 0.7))
+    for (spans, top), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
         lengths = [(start, stop - start) for start, stop in spans if stop > start]
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": width if top > 0 else 0.0}
         ax.broken_barh(lengths, (top, 0.6), facecolor=colour, **look)
     ax.axvline(end, **style.PREDICTION_STYLE)
     labels = ["computes", style.count_text(len(messages), "bucket")]
-    measured_ms = 1e3 * (measured_s or 0.0)
-    if measured_s is not None:
+    if measured_s:
         ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
         text = f" {style.short_number_text(measured_ms)}"
         ax.text(measured_ms, 2, text, va="center", fontsize=9)
@@ -248,30 +226,23 @@ def backward_timeline(
 
 
 def backward_time_by_bucket_size(
-    predicted_s: Mapping[str, tuple[float, float]],
-    chosen: str,
-    *,
-    measured_s: float | None = None,
-    ax: Axes | None = None,
+    predicted_s: Mapping[str, Span], chosen: str, *, measured_s: float = 0.0, ax: Axes | None = None
 ) -> Axes:
     """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
 
-    Args:
-        predicted_s: by label, seconds of arithmetic and of exposed messages.
-        chosen: the label to write in bold.
-        measured_s: seconds measured for the chosen size, drawn as a dot.
-        ax: where to draw.
+    The label ``chosen`` is bold; ``measured_s``, the time measured for it, is a dot.
     """
     ax = style.make_axes(ax)
-    where, measured_ms = list(predicted_s).index(chosen), 1e3 * (measured_s or 0.0)
+    where, measured_ms = list(predicted_s).index(chosen), 1e3 * measured_s
     ends = [1e3 * sum(seconds) for seconds in predicted_s.values()]
     for row, ((work_s, exposed_s), end) in enumerate(zip(predicted_s.values(), ends, strict=True)):
         parts = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
-        style.draw_stack(ax, row, parts, MESSAGE_COLOURS, across=True, **style.FRAME_STYLE)
+        style.draw_stack(ax.barh, row, parts, MESSAGE_COLOURS, **style.FRAME_STYLE)
         beside = max(end, 1.03 * measured_ms) if row == where else end
-        text = ax.text(beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9)
-        text.set_fontweight("bold" if row == where else "normal")
-    if measured_s is not None:
+        weight = "bold" if row == where else "normal"
+        text = f" {style.short_number_text(end)}"
+        ax.text(beside, row, text, va="center", fontsize=9, fontweight=weight)
+    if measured_s:
         ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
     ax.set_yticks(range(len(ends)), list(predicted_s))
     ax.get_yticklabels()[where].set_fontweight("bold")

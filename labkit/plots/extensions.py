@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.plots.spatial import FRAME_GAP, shard_panels
-from labkit.plots.style import Numbers, Runs
+from labkit.plots.style import Numbers, Point, Runs
 from labkit.runs.result import RunResult
 
 ROW_COLOURS = {
@@ -144,14 +144,9 @@ def error_by_bytes(
 ) -> Axes:
     """Draw the error of the gathered weights by the bytes gathered in a step, one point per run.
 
-    Args:
-        results: runs of allgather_extensions; the bytes are fractions of those of "fp32".
-        bounds: the errors that theory allows, by label, drawn as dashed lines.
-        error: the largest error over the largest weight, or the RMS error over the weights' RMS.
-        ax: where to draw.
-
-    Raises:
-        ValueError: there is no run "fp32" to compare with.
+    The results are runs of allgather_extensions, and the bytes fractions of those of "fp32".
+    ``bounds``, the errors that theory allows, are dashed. ``error`` is the largest error over the
+    largest weight, or the RMS error over the weights' RMS.
     """
     if "fp32" not in results:
         raise ValueError(
@@ -175,7 +170,7 @@ def error_by_bytes(
     ax.set(xlabel="bytes gathered in a step, as a part of float32's", ylabel=what)
     handles = ax.plot([], [], "o", color=style.GREY, label="measured")
     if bounds:
-        handles.append(style.prediction_handle(ax, "theory: at most"))
+        handles.append(style.prediction_handle("theory: at most"))
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
 
@@ -186,18 +181,12 @@ def error_histogram(
     measured: float | None = None,
     *,
     label: str = "",
-    result: RunResult | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the distribution of the errors of gathered weights, in percent.
 
-    Args:
-        errors: the error of each weight, over the largest weight of its parameter.
-        bound: the largest error that theory allows.
-        measured: the largest error in a run.
-        label: the encoding, which sets the colour.
-        result: the run, for the stamp.
-        ax: where to draw.
+    An error is relative to the largest weight of its parameter. ``bound`` is the largest that
+    theory allows, ``measured`` the largest in a run; the encoding ``label`` sets the colour.
     """
     ax = style.make_axes(ax, 5.0, 3.6)
     side = 115 * (bound or 0.001)
@@ -215,7 +204,7 @@ def error_histogram(
     ax.locator_params(axis="x", nbins=7)
     ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
     style.add_legend_above(ax, 2)
-    return style.add_stamp(ax, [result] if result else [])
+    return ax
 
 
 def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
@@ -235,11 +224,11 @@ def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
         held = {"measured": result.value("held_bytes") / 1e6}
         style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
         for ax, sizes, tints in zip(axes, (parts, held), (colours, held_colours), strict=True):
-            height = style.draw_stack(ax, column, sizes, tints)
+            height = style.draw_stack(ax.bar, column, sizes, tints)
             style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
-    predictions = [style.prediction_handle(axes[1], "predicted")]
+    handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
     style.add_legend_above(axes[0], 2, style.legend_patches(colours))
-    style.add_legend_above(axes[1], 2, style.legend_patches(held_colours) + predictions)
+    style.add_legend_above(axes[1], 2, handles)
     axes[0].set_ylabel("gathering all units once, ms")
     axes[1].set_ylabel("held while they compute, MB")
     for ax in axes:
@@ -250,21 +239,18 @@ def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
 
 
 def gather_time_by_bandwidth(
-    seconds: Mapping[str, tuple[float, float]],
+    seconds: Mapping[str, Point],
     *,
     machines: Numbers,
-    measured: Mapping[str, tuple[float, float]] | None = None,
+    measured: Mapping[str, Point] | None = None,
     results: Iterable[RunResult] = (),
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the predicted time of gathers by bandwidth, one line per encoding.
 
-    Args:
-        seconds: by encoding, the bytes that a rank sends, and seconds to encode and decode.
-        machines: bandwidths to mark, in bytes per second, by name.
-        measured: by encoding, a bandwidth and the seconds measured there.
-        results: the measured runs, for the stamp.
-        ax: where to draw.
+    ``seconds`` are, by encoding, the bytes that a rank sends, and seconds to encode and decode;
+    ``machines`` bandwidths to mark, in bytes per second; ``measured``, by encoding, a bandwidth and
+    the seconds that ``results`` measured there.
     """
     ax = style.make_axes(ax, 5.2, 3.6)
     low, high = min(machines.values()) / 10, max(machines.values()) * 10

@@ -22,11 +22,9 @@ LINES = (
 def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None) -> Axes:
     """Draw when each rank computed and when it waited in a collective.
 
-    Args:
-        result: a run whose ranks reported ``steps``: for each step when it began, when the rank
-            had computed, and when the collective was done, in seconds since a common start.
-        predicted_ms: the predicted end of the last step, a dashed line.
-        ax: where to draw.
+    Its ranks reported ``steps``: for each step when it began, when the rank had computed, and when
+    the collective was done, in seconds since a common start. ``predicted_ms`` is the predicted end
+    of the last step.
     """
     ax = style.make_axes(ax, height=1.2 + 0.4 * result.world_size)
     colours = {"computes": style.BLUE, "waits in the all-reduce": style.EXPOSURE_COLOUR}
@@ -47,7 +45,7 @@ def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None
     ax.set_yticks(range(result.world_size), [f"rank {rank.rank}" for rank in result.ranks])
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
-    handles = [*style.legend_patches(colours), style.prediction_handle(ax, "predicted end")]
+    handles = [*style.legend_patches(colours), style.prediction_handle("predicted end")]
     style.add_legend_above(ax, 3, handles, middle=0.6)
     return style.add_stamp(ax, [result])
 

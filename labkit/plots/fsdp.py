@@ -29,13 +29,8 @@ def memory_comparison(
 ) -> Axes:
     """Draw stacked bars of memory by category, predicted beside the peaks of measured runs.
 
-    Args:
-        predicted: bytes by category, by label, such as ``theory.fsdp.fsdp_step_peak`` gives them.
-        measured: runs by label.
-        bound: bytes at which to draw a dotted line.
-        unit: of the axis, MB or GB.
-        ax: where to draw.
-        ylabel: of the axis, without its unit.
+    Predicted are bytes such as ``theory.fsdp.fsdp_step_peak`` gives them. ``bound``, in bytes, is a
+    dotted line; ``unit`` is MB or GB, and ``ylabel`` comes before it.
     """
     measured, size = measured or {}, BYTE_UNITS[unit]
     ax = style.make_axes(ax, width=8.0, height=4.2)
@@ -78,12 +73,9 @@ def memory_over_step(
 ) -> Axes:
     """Draw the predicted memory of a rank during a step, by category, in MB, and mark its peak.
 
-    Args:
-        moments: bytes by category after each event of theory's ledger.
-        backward: index of the first event of the backward pass.
-        result: a measured run; its peak is a bar at the end.
-        budget: bytes at which to draw a dotted line.
-        ax: where to draw.
+    ``moments`` are bytes after each event of theory's ledger, and ``backward`` is the index of
+    the first one of the backward pass. The peak of a run is a bar at the end; ``budget``, in bytes,
+    is a dotted line.
     """
     ax = style.make_axes(ax, width=6.5, height=3.8)
     parts, end = [_bytes_by_category(moment) for moment in moments], len(moments)
@@ -109,7 +101,7 @@ def memory_over_step(
         places["measured"] = middle = 1.09 * end
         found = {name: size / 1e6 for name, size in peak_bytes_by_category(result).items()}
         look = {"edgecolor": "white", "linewidth": 0.5}
-        bar = style.draw_stack(ax, middle, found, style.MEMORY_COLOURS, 0.09 * end, **look)
+        bar = style.draw_stack(ax.bar, middle, found, style.MEMORY_COLOURS, 0.09 * end, **look)
         ax.text(middle, bar, f"{bar:.3g}", fontsize=9, **style.ON_TOP)
         top = max(top, bar)
     if budget is not None:

@@ -30,13 +30,9 @@ def comparison_table(
     Args:
         measured: a run, whose values are looked up by ``result.value``, or a mapping.
         predicted: theory's values by name; without it, ``yours`` stand beside the measured ones.
-        yours: your own predictions, in the first column; None, a number that you have not
-            committed to, is shown as –.
+        yours: your own predictions; None, a number that you have not committed to, is shown as –.
         tolerance: how far a prediction may be off, as a fraction; 0 asks for equality.
         column: heading of the measured values, such as "simulated".
-
-    Raises:
-        ValueError: there is nothing to compare with; yours has a name that theory has not.
     """
     theory: Mapping[str, Any] | None = yours if predicted is None else predicted
     if theory is None:
@@ -68,10 +64,8 @@ def text_comparison_table(
     """
     rows = {}
     for name, expected in predicted.items():
-        measured = None if result is None else result.value(name)
-        rows[name] = _text_row(
-            {"theory": expected}, "measured", measured, tolerances.get(name, 0.0)
-        )
+        measured, tolerance = result.value(name) if result else None, tolerances.get(name, 0.0)
+        rows[name] = _text_row({"theory": expected}, "measured", measured, tolerance)
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
@@ -140,16 +134,15 @@ def memory_by_category(
     ax = style.make_axes(ax, height=4.0)
     peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
     style.draw_bar_stacks(ax, {}, peaks, style.MEMORY_COLOURS, 1e6)
-    for column, parts in enumerate(peaks.values()):
+    for column, (label, parts) in enumerate(peaks.items()):
         size = parts["activations"] / 1e6
         ax.text(column, size / 2, f"{size:.3g}", fontsize=8, color="white", **style.CENTRED)
+        if label in (predicted or {}):
+            style.mark_prediction(ax, column, 0.3, predicted[label] / 1e6)
     shown = style.colours_in_use(style.MEMORY_COLOURS, peaks.values())
     handles = style.legend_patches(shown)
-    for label, expected in (predicted or {}).items():
-        line = style.mark_prediction(ax, list(results).index(label), 0.3, expected / 1e6)
     if predicted:
-        line.set_label("activations, predicted")
-        handles.append(line)
+        handles.append(style.prediction_handle("activations, predicted"))
     ax.set(ylabel="peak memory of a rank, MB", xlim=(-0.6, len(results) - 0.4))
     ax.margins(y=0.08)
     style.add_legend_above(ax, 3, handles)

@@ -145,7 +145,7 @@ def shard_panels(
         ax.set_title(name, fontsize=10, loc="left")
         ax.set_axis_off()
     grey = style.mix_with_white(style.GREY)
-    style.draw_cells(axes[0], whole, across / 2, down / 2, grey, lw=0.8)
+    style.draw_cells(axes[0], whole, (across / 2, down / 2), grey, lw=0.8)
     frame: dict[str, Any] = {"facecolor": "#F2F2F2", "edgecolor": style.GREY, "lw": 0.8}
     for ax, held in zip(axes[1:], tensors.values(), strict=True):
         colours: dict[str, str] = {}
@@ -156,7 +156,7 @@ def shard_panels(
             colour = colours.setdefault(str(local.tolist()), style.rank_colour(len(colours)))
             row, column = _find_part(local, whole)
             tint = style.mix_with_white(colour, 0.45)
-            style.draw_cells(ax, local, left + column, top + row, tint, lw=0.8)
+            style.draw_cells(ax, local, (left + column, top + row), tint, lw=0.8)
     return axes
 
 
@@ -180,16 +180,10 @@ def placement_picture(
 ) -> Axes:
     """Draw which ranks hold which part of a picture, each rank's part, and one of them enlarged.
 
-    Equal parts have the same colour. Frames are dashed if predicted, solid if measured.
-
-    Args:
-        picture: [height, width, 3], bytes.
-        pieces: each rank's piece of it.
-        held: each rank's pixels, 0 to 255, also where they are one term of a sum.
-        columns: ranks in one row of the mesh.
-        rank: the rank whose tensor is enlarged.
-        measured: rows and columns of each rank's tensor.
-        ax: where to draw, without ticks.
+    Equal parts have the same colour. Frames are dashed if predicted, solid if ``measured``, which
+    are rows and columns of each rank's tensor. The picture is [height, width, 3], bytes; ``held``
+    are each rank's pixels, 0 to 255, also where they are one term of a sum. The mesh has this many
+    ranks, ``columns``, in a row.
     """
     ax = style.make_axes(ax, 8.5, 3.6)
     distinct = list(dict.fromkeys(pieces.values()))
@@ -215,8 +209,8 @@ def placement_picture(
     ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
     below = "nothing is left for it"
     if all(piece.shape):
-        lines, span = piece.indices[:2]
-        below = f"rows {lines.start}–{lines.stop - 1}, columns {span.start}–{span.stop - 1}"
+        rows, span = piece.indices[:2]
+        below = f"rows {rows.start}–{rows.stop - 1}, columns {span.start}–{span.stop - 1}"
     if piece.terms > 1:
         below += f"\nterm {piece.term + 1} of {piece.terms}, drawn {piece.terms} × as bright"
     ax.text(right, 1.03, below, va="top", fontsize=9)
@@ -286,37 +280,28 @@ def strip_layout(
 ) -> Axes:
     """Draw which strip of which images each rank of a mesh data × space holds, with its halos.
 
-    Args:
-        picture: [height, width, 3], an example of the images.
-        mesh: ranks along data and space.
-        batch: images in total; each row of the mesh has an equal share.
-        halo: what a neighbour needs, as a fraction of the side that is cut.
-        tensor_dim: 3 if the width is cut, 2 if the height is.
-        ax: where to draw.
+    The picture, [height, width, 3], stands for the images, of which there are ``batch`` in total.
+    ``halo`` is a fraction of the side that is cut: the width (``tensor_dim`` 3) or the height (2).
     """
     data, space = mesh
     ax = style.make_axes(ax, 5, 3)
     # The height of a picture whose width is 1.
     height = len(picture) / len(picture[0])
     pitch, share = height + 0.16, batch // data
-    for rank in range(data * space):
-        row, place = divmod(rank, space)
-        colour, top = style.rank_colour(rank), row * pitch
-        if not place:
-            text = f"images {row * share} to {(row + 1) * share - 1}"
-            ax.text(0, top - 0.01, text, va="bottom", fontsize=9)
-            ax.imshow(picture, extent=(0, 1, top + height, top))
-        box = _strip_box(place / space, 1 / space, top, height, tensor_dim)
-        _draw_frame(ax, box, colour, 2)
-        starts = []
-        if place > 0:
-            starts.append(place / space)
-        if place < space - 1:
-            starts.append((place + 1) / space - halo)
-        for start in starts:
-            edge = _strip_box(start, halo, top, height, tensor_dim)
-            style.add_box(ax, *edge, facecolor=colour, alpha=0.6, edgecolor="none")
-        _label_box(ax, box, f"rank {rank}", 9)
+    for row in range(data):
+        top, text = row * pitch, f"images {row * share} to {(row + 1) * share - 1}"
+        ax.text(0, top - 0.01, text, va="bottom", fontsize=9)
+        ax.imshow(picture, extent=(0, 1, top + height, top))
+        for place in range(space):
+            rank, first, last = row * space + place, place / space, (place + 1) / space - halo
+            box = _strip_box(first, 1 / space, top, height, tensor_dim)
+            _draw_frame(ax, box, style.rank_colour(rank), 2)
+            # The first and the last strip have one neighbour.
+            for start in [first] * (place > 0) + [last] * (place < space - 1):
+                edge = _strip_box(start, halo, top, height, tensor_dim)
+                look = {"facecolor": style.rank_colour(rank), "alpha": 0.6, "edgecolor": "none"}
+                style.add_box(ax, *edge, **look)
+            _label_box(ax, box, f"rank {rank}", 9)
     ax.set(xlim=(-0.01, 1.01), ylim=(data * pitch - 0.1, -0.08), aspect="equal")
     ax.set_axis_off()
     return ax
@@ -341,7 +326,7 @@ def strip_step_times(seconds: Mapping[str, Mapping[int, tuple[float, float]]]) -
     for ax, by_ranks in zip(axes, seconds.values(), strict=True):
         for column, times_s in enumerate(by_ranks.values()):
             parts = {name: 1e3 * each for name, each in zip(colours, times_s, strict=True)}
-            top = style.draw_stack(ax, column, parts, tints, **look)
+            top = style.draw_stack(ax.bar, column, parts, tints, **look)
             ax.text(column, top, f"{top:.3g}", fontsize=9, **style.ON_TOP)
         ax.set_xticks(range(len(by_ranks)), list(map(str, by_ranks)))
         ax.set(xlabel="ranks", ylabel="predicted time of a step, ms")

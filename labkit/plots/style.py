@@ -8,6 +8,7 @@ import numpy
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Annotation
 
@@ -17,6 +18,8 @@ from labkit.runs.result import RunResult
 Runs = Mapping[str, RunResult]  # by label
 Numbers = Mapping[str, float]
 Stacks = Mapping[str, Numbers]  # by label and part
+Colours = Mapping[str, Any]
+Point = tuple[float, float]
 
 # Okabe and Ito's palette ("Color Universal Design", 2008): distinct in print and to the
 # colour-blind.
@@ -64,7 +67,7 @@ def text_colour(background: Any) -> str:
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
 
 
-def colours_in_use(colours: Mapping[str, str], drawn: Iterable[Numbers]) -> dict[str, str]:
+def colours_in_use(colours: Colours, drawn: Iterable[Numbers]) -> Colours:
     """Return those ``colours`` whose part is not 0 in all of ``drawn``."""
     used = {name for parts in drawn for name, size in parts.items() if size}
     return {name: colour for name, colour in colours.items() if name in used}
@@ -93,9 +96,14 @@ def make_panels(names: Iterable[str], width: float, height: float) -> list[Axes]
     return axes
 
 
-def legend_patches(colours: Mapping[str, Any]) -> list[Any]:
+def legend_patches(colours: Colours) -> list[Any]:
     """Return one legend handle per label, with hyphens for underscores."""
     return [Patch(color=colours[name], label=name.replace("_", "-")) for name in colours]
+
+
+def prediction_handle(label: str) -> Any:
+    """Return a dashed line for the legend."""
+    return Line2D([], [], label=label, **PREDICTION_STYLE)
 
 
 def add_legend_above(
@@ -106,23 +114,19 @@ def add_legend_above(
     ax.legend(loc="lower center", bbox_to_anchor=(middle, 1.0), ncols=columns, **look)
 
 
-def add_figure_legend(ax: Axes, place: str, handles: list[Any], fontsize: float) -> None:
-    """Add one legend for all panels of the figure of ``ax``, "upper" or "lower"."""
-    look: dict[str, Any] = {"ncols": len(handles), "frameon": False, "fontsize": fontsize}
-    ax.figure.legend(handles=handles, loc=f"outside {place} center", **look)
+def add_figure_legend(ax: Axes, side: str, colours: Colours, fontsize: float) -> None:
+    """Add one legend for all panels of the figure of ``ax``, at its "upper" or "lower" side."""
+    look: dict[str, Any] = {"ncols": len(colours), "frameon": False, "fontsize": fontsize}
+    ax.figure.legend(handles=legend_patches(colours), loc=f"outside {side} center", **look)
 
 
-def add_note(
-    ax: Axes, text: str, point: tuple[float, float], shift: tuple[float, float], **look: Any
-) -> Annotation:
+def add_note(ax: Axes, text: str, point: Point, shift: Point, **look: Any) -> Annotation:
     """Write ``text`` at ``point``, moved by ``shift``, in points of the figure."""
     look = {"ha": "center", "fontsize": 9, **look}
     return ax.annotate(text, point, shift, textcoords="offset points", **look)
 
 
-def draw_arrow(
-    ax: Axes, start: tuple[float, float], end: tuple[float, float], head: str = "->", lw: float = 1
-) -> None:
+def draw_arrow(ax: Axes, start: Point, end: Point, head: str = "->", lw: float = 1) -> None:
     """Draw an arrow from ``start`` to ``end``."""
     ax.annotate("", end, start, arrowprops={"arrowstyle": head, "lw": lw})
 
@@ -133,36 +137,21 @@ def add_box(ax: Axes, left: float, top: float, width: float, height: float, **lo
 
 
 def draw_cells(
-    ax: Axes,
-    numbers: Any,
-    left: float,
-    top: float,
-    colour: Any,
-    *,
-    size: tuple[float, float] = (1.0, 1.0),
-    fontsize: float = 8,
-    **look: Any,
+    ax: Axes, numbers: Any, corner: Point, colour: Any, size: Point = (1.0, 1.0), **look: Any
 ) -> None:
-    """Draw a matrix of numbers in boxes of this width and height."""
+    """Draw a matrix of numbers from its upper left ``corner``, each in a box of this size."""
     width, height = size
     for (row, column), number in numpy.ndenumerate(numpy.atleast_2d(numbers)):
-        x, y = left + column * width, top + row * height
+        x, y, text = corner[0] + column * width, corner[1] + row * height, f"{number:g}"
         add_box(ax, x, y, width, height, facecolor=colour, **look)
-        said = ax.text(x + width / 2, y + height / 2, f"{number:g}", fontsize=fontsize, **CENTRED)
-        said.set_color(text_colour(colour))
+        # A cell is little wider than three digits.
+        font = {"fontsize": 8.5 if len(text) < 4 else 7.5, "color": text_colour(colour)}
+        ax.text(x + width / 2, y + height / 2, text, **font, **CENTRED)
 
 
-def mark_prediction(
-    ax: Axes, middle: float, reach: float, value: float, label: str | None = None, **look: Any
-) -> Any:
+def mark_prediction(ax: Axes, middle: float, reach: float, value: float, **look: Any) -> Any:
     """Draw a dashed line across the bar at ``middle`` and return it."""
-    look = PREDICTION_STYLE | look
-    return ax.plot([middle - reach, middle + reach], [value] * 2, label=label, **look)[0]
-
-
-def prediction_handle(ax: Axes, label: str) -> Any:
-    """Return a dashed line for the legend."""
-    return ax.plot([], [], label=label, **PREDICTION_STYLE)[0]
+    return ax.plot([middle - reach, middle + reach], [value] * 2, **PREDICTION_STYLE | look)[0]
 
 
 def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
@@ -173,17 +162,10 @@ def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
 
 
 def draw_stack(
-    ax: Axes,
-    place: float,
-    parts: Numbers,
-    colours: Mapping[str, Any],
-    width: float = 0.6,
-    *,
-    across: bool = False,
-    **look: Any,
+    draw: Any, place: float, parts: Numbers, colours: Colours, width: float = 0.6, **look: Any
 ) -> float:
-    """Draw a bar of parts in the order of ``colours``, upward or ``across``; return its end."""
-    draw, end = ax.barh if across else ax.bar, 0.0
+    """Stack parts in the order of ``colours``, by ``ax.bar`` or ``ax.barh``; return the end."""
+    end = 0.0
     for name, colour in colours.items():
         if name in parts:
             draw(place, parts[name], width, end, facecolor=colour, **look)
@@ -191,12 +173,10 @@ def draw_stack(
     return end
 
 
-def draw_rows(
-    ax: Axes, rows: Stacks, colours: Mapping[str, str], texts: Iterable[str], **look: Any
-) -> None:
+def draw_rows(ax: Axes, rows: Stacks, colours: Colours, texts: Iterable[str], **look: Any) -> None:
     """Draw a bar across for each label, from the top down, with a text at its end."""
     for row, (parts, text) in enumerate(zip(rows.values(), texts, strict=True)):
-        end = draw_stack(ax, row, parts, colours, across=True, **look)
+        end = draw_stack(ax.barh, row, parts, colours, **look)
         ax.text(end, row, f"  {text}", va="center", fontsize=9)
     ax.set(yticks=range(len(rows)), yticklabels=list(rows))
     ax.invert_yaxis()
@@ -206,24 +186,16 @@ def draw_bar_stacks(
     ax: Axes,
     predicted: Stacks,
     measured: Stacks,
-    colours: Mapping[str, str],
+    colours: Colours,
     size: float,
     *,
-    legend: Mapping[str, str] | None = None,
+    legend: Colours | None = None,
     columns: int = 0,
 ) -> None:
     """Draw stacked bars, one per label, with their sums on top: predicted left, measured right.
 
-    Beside measured bars, predicted ones are pale in a dashed frame.
-
-    Args:
-        ax: where to draw.
-        predicted: bytes or seconds.
-        measured: likewise.
-        colours: the parts' colours, from the bottom up.
-        size: bytes or seconds in the unit of the axis.
-        legend: colours by their meaning, by default those in use.
-        columns: columns of the legend, 0 for none.
+    Beside measured bars, predicted ones are pale in a dashed frame. ``size`` is the unit of the
+    axis. The legend has this many ``columns``, and by default the parts in use.
     """
     labels = list(dict.fromkeys([*predicted, *measured]))
     solid: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
@@ -236,13 +208,12 @@ def draw_bar_stacks(
                 continue
             parts = {name: amount / size for name, amount in drawn[label].items()}
             tints, look = (pale, FRAME_STYLE) if framed and drawn is predicted else (colours, solid)
-            top = draw_stack(ax, column + side, parts, tints, 0.36, **look)
+            top = draw_stack(ax.bar, column + side, parts, tints, 0.36, **look)
             ax.text(column + side, top, f"{top:.3g}", fontsize=8, **ON_TOP)
     ax.set_xticks(range(len(labels)), labels)
     if columns:
-        drawn_parts = [*predicted.values(), *measured.values()]
-        shown = colours_in_use(colours, drawn_parts) if legend is None else legend
-        handles = legend_patches(shown)
+        shown = colours_in_use(colours, [*predicted.values(), *measured.values()])
+        handles = legend_patches(shown if legend is None else legend)
         if framed:
             look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
             handles.append(Patch(label="predicted", **look))

@@ -26,15 +26,7 @@ def timeline(
     """Draw compute and communication of each rank over one step, exposed communication underlined.
 
     Operations that overlap in one lane share its height. Lines separate the ranks of different
-    hosts, and the host's name is at its first rank.
-
-    Args:
-        result: a profiled or simulated run.
-        ax: where to draw.
-        ranks: the ranks to draw, by default all that ran.
-
-    Raises:
-        ValueError: the run recorded no timeline of one of these ranks.
+    hosts, and the host's name is at its first rank. ``ranks`` are by default all that ran.
     """
     bars = result.frame[result.frame["kind"] == "bar"]
     bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)

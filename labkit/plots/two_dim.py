@@ -71,8 +71,8 @@ def _draw_matrix(
     """Draw a matrix around the height ``middle``, its name above; return its right end."""
     rows, columns = matrix.shape
     top, width = middle - rows * CELL_HEIGHT / 2, columns * CELL_WIDTH
-    look: dict[str, Any] = {"fontsize": 8.5, "edgecolor": "#444444", "lw": 0.6}
-    style.draw_cells(ax, matrix, left, top, colour, size=(CELL_WIDTH, CELL_HEIGHT), **look)
+    look: dict[str, Any] = {"edgecolor": "#444444", "lw": 0.6}
+    style.draw_cells(ax, matrix, (left, top), colour, (CELL_WIDTH, CELL_HEIGHT), **look)
     ax.text(left + width / 2, top - 0.12, name, fontsize=8, **style.ON_TOP)
     return left + width
 
@@ -158,31 +158,24 @@ def _draw_prediction_frames(ax: Axes) -> None:
 
 
 def step_time_by_tp(
-    seconds: Mapping[str, Stacks],
-    *,
-    sent: Stacks | None = None,
-    xlabel: str = "ranks along tp",
+    seconds: Mapping[str, Stacks], *, sent: Stacks, xlabel: str = "ranks along tp"
 ) -> Sequence[Axes]:
-    """Draw the predicted time of a step by tp, in one panel per way of counting.
+    """Draw the bytes that a rank sends, and its predicted time of a step by way of counting, by tp.
 
-    Args:
-        seconds: for each panel's title, by label, seconds of ``compute``, ``tp`` and ``data``.
-        sent: bytes by label and axis, for a first panel.
-        xlabel: of every panel.
+    ``seconds`` are, for each panel's title, by label, of ``compute``, ``tp`` and ``data``; ``sent``
+    are bytes by label and axis.
     """
-    count = len(seconds) + (sent is not None)
-    axes: list[Any] = style.make_row(count, 3.6 * count, 3.7)
-    if sent is not None:
-        traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
-        axes[0].get_legend().remove()
-        axes[0].set_title("bytes", fontsize=10)
+    axes: list[Any] = style.make_row(1 + len(seconds), 3.6 * (1 + len(seconds)), 3.7)
+    traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
+    axes[0].get_legend().remove()
+    axes[0].set_title("bytes", fontsize=10)
     highest = max(sum(parts.values()) for each in seconds.values() for parts in each.values()) * 1e3
-    for ax, (title, bars) in zip(axes[sent is not None :], seconds.items(), strict=True):
+    for ax, (title, bars) in zip(axes[1:], seconds.items(), strict=True):
         style.draw_bar_stacks(style.make_axes(ax), bars, {}, TIME_COLOURS, 1e-3)
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
         _draw_prediction_frames(ax)
-    style.add_figure_legend(axes[0], "upper", style.legend_patches(TIME_LABELS), fontsize=9)
+    style.add_figure_legend(axes[0], "upper", TIME_LABELS, fontsize=9)
     return axes
 
 
@@ -205,7 +198,7 @@ def step_time_by_split(
     unit, size = style.time_unit(max(*totals, measured_s or 0.0))
     for column, (tp, parts) in enumerate(seconds.items()):
         heights = {part: parts[part] / size for part in TIME_COLOURS}
-        top = style.draw_stack(ax, column, heights, TIME_COLOURS, 0.5)
+        top = style.draw_stack(ax.bar, column, heights, TIME_COLOURS, 0.5)
         ax.bar(column, top, 0.5, fill=False, **style.FRAME_STYLE)
         text = style.short_number_text(top)
         said = ax.text(column, top, text, fontsize=8, **style.ON_TOP)

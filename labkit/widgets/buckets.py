@@ -51,7 +51,7 @@ class BucketExplorer(Explorer):
         return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
-        drawn, measured_s, source = chosen, None, "costs as chosen"
+        drawn, measured_s, source = chosen, 0.0, "costs as chosen"
         if result is not None:
             drawn = chosen | _costs_from_run(result)
             measured_s, source = result.value("backward_ms") / 1e3, "costs measured by this run"

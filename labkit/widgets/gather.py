@@ -78,7 +78,7 @@ class GatherExplorer(Explorer):
         byte_bars(bars, measured, BYTE_COLOURS, ylabel=what, columns=2, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         bound = theory.rounding_error(extension)
-        plots.error_histogram(errors, bound, found, label=extension, result=result, ax=wide)
+        plots.error_histogram(errors, bound, found, label=extension, ax=wide)
         return (
             f"{extension} hands {sent / whole:.3g} of float32's bytes to the all-gathers, "
             f"{of_scales / sent:.2%} of them scales; the errors of the worst parameter have "

@@ -78,7 +78,10 @@ class TwoAxesExplorer(Explorer):
             counted = {str(tp): theory.axis_wire_bytes(handed, data=ranks // tp, tp=tp)}
             took_s = result.value("passes_ms") / 1e3
             crowded = ranks > result.session["cores"] and result.device == "cpu"
-        wires, seconds = _wire_bytes_by_split(**chosen), _step_seconds_by_split(costs, **chosen)
+        wires, seconds = {}, _step_seconds_by_split(costs, **chosen)
+        for each, (tokens, axes) in _splits(**chosen).items():
+            handed = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
+            wires[each] = theory.axis_wire_bytes(handed, **axes)
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
         margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
@@ -138,15 +141,6 @@ def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
     ranks, tokens = chosen["ranks"], chosen["tokens"]
     sizes = theory.valid_tp_sizes(ranks, tokens // SAMPLE_TOKENS, TP_SIZES)
     return {tp: (tokens * tp // ranks, {"data": ranks // tp, "tp": tp}) for tp in sizes}
-
-
-def _wire_bytes_by_split(**chosen: Any) -> dict[int, dict[str, float]]:
-    """Return the bytes that a rank puts on the wire along each axis, by size of tp."""
-    wires = {}
-    for tp, (tokens, axes) in _splits(**chosen).items():
-        handed = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
-        wires[tp] = theory.axis_wire_bytes(handed, **axes)
-    return wires
 
 
 def _step_seconds_by_split(costs: Mapping[str, Any], **chosen: Any) -> dict[int, dict[str, float]]:
