@@ -9,41 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
 from labkit.plots import style
-from labkit.plots.runs import peak_bytes_by_category
-from labkit.plots.style import Numbers, Runs, Stacks
+from labkit.plots.runs import WHITE_BOX, peak_bytes_by_category, sum_by_category
+from labkit.plots.style import Numbers, Stacks
 from labkit.runs.result import RunResult
-
-BYTE_UNITS = {"MB": 1e6, "GB": 1e9}
-# White behind numbers keeps them legible where a line crosses them.
-WHITE_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-
-
-def memory_comparison(
-    predicted: Stacks,
-    measured: Runs | None = None,
-    *,
-    bound: float | None = None,
-    unit: str = "MB",
-    ax: Axes | None = None,
-    ylabel: str = "peak memory of a rank",
-) -> Axes:
-    """Draw stacked bars of memory by category, predicted beside the peaks of measured runs.
-
-    Predicted are bytes such as ``theory.fsdp.fsdp_step_peak`` gives them. ``bound``, in bytes, is a
-    dotted line; ``unit`` is MB or GB, and ``ylabel`` comes before it.
-    """
-    measured, size = measured or {}, BYTE_UNITS[unit]
-    ax = style.make_axes(ax, width=8.0, height=4.2)
-    bars = {label: _bytes_by_category(sizes) for label, sizes in predicted.items()}
-    peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
-    style.draw_bar_stacks(ax, bars, peaks, style.MEMORY_COLOURS, size, columns=4)
-    if bound is not None:
-        for text in ax.texts:
-            text.set_bbox(WHITE_BOX)
-        style.draw_limit(ax, "bound", bound / size, unit)
-    ax.set_ylabel(f"{ylabel}, {unit}")
-    ax.margins(y=0.06)
-    return style.add_stamp(ax, measured.values())
 
 
 def communication_passes(predicted: Stacks, *, ax: Axes | None = None) -> Axes:
@@ -78,7 +46,7 @@ def memory_over_step(
     is a dotted line.
     """
     ax = style.make_axes(ax, width=6.5, height=3.8)
-    parts, end = [_bytes_by_category(moment) for moment in moments], len(moments)
+    parts, end = [sum_by_category(moment) for moment in moments], len(moments)
     colours = style.colours_in_use(style.MEMORY_COLOURS, parts)
     heights = [[part[name] / 1e6 for part in parts] for name in colours]
     tops = numpy.cumsum([numpy.zeros(end), *heights], axis=0)  # [1 + category, moment]
@@ -113,8 +81,3 @@ def memory_over_step(
     ax.set_xlim(0, 1.18 * end if result else end)
     style.add_legend_above(ax, 3, style.legend_patches(colours))
     return style.add_stamp(ax, [result] if result else [])
-
-
-def _bytes_by_category(sizes: Numbers) -> dict[str, float]:
-    categories = style.MEMORY_CATEGORIES.items()
-    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in categories}

@@ -13,6 +13,9 @@ from labkit.theory.sizes import byte_unit
 
 # Markers show each step where lines coincide, and would hide a longer line.
 MAX_STEPS_WITH_MARKERS = 30
+BYTE_UNITS = {"MB": 1e6, "GB": 1e9}
+# White behind numbers keeps them legible where a line crosses them.
+WHITE_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 # The logarithmic axis has no place for 0.
 SMALLEST_DIFFERENCE = 1e-9
 
@@ -131,31 +134,58 @@ def memory_by_category(
 
     ``predicted`` are bytes of activations, by label, drawn as dashed lines.
     """
-    ax = style.make_axes(ax, height=4.0)
-    peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
-    style.draw_bar_stacks(ax, {}, peaks, style.MEMORY_COLOURS, 1e6)
-    for column, (label, parts) in enumerate(peaks.items()):
-        size = parts["activations"] / 1e6
+    ax = memory_comparison({}, results, ax=style.make_axes(ax, height=4.0))
+    for column, (label, result) in enumerate(results.items()):
+        size = peak_bytes_by_category(result)["activations"] / 1e6
         ax.text(column, size / 2, f"{size:.3g}", fontsize=8, color="white", **style.CENTRED)
-        if label in (predicted or {}):
+        if predicted and label in predicted:
             style.mark_prediction(ax, column, 0.3, predicted[label] / 1e6)
-    shown = style.colours_in_use(style.MEMORY_COLOURS, peaks.values())
-    handles = style.legend_patches(shown)
+    handles = list(ax.get_legend().legend_handles)
     if predicted:
         handles.append(style.prediction_handle("activations, predicted"))
-    ax.set(ylabel="peak memory of a rank, MB", xlim=(-0.6, len(results) - 0.4))
-    ax.margins(y=0.08)
     style.add_legend_above(ax, 3, handles)
-    return style.add_stamp(ax, results.values())
+    ax.set_xlim(-0.6, len(results) - 0.4)
+    return ax
+
+
+def memory_comparison(
+    predicted: Stacks,
+    measured: Runs | None = None,
+    *,
+    bound: float | None = None,
+    unit: str = "MB",
+    ax: Axes | None = None,
+    ylabel: str = "peak memory of a rank",
+) -> Axes:
+    """Draw stacked bars of memory by category, predicted beside the peaks of measured runs.
+
+    Predicted are bytes such as ``theory.fsdp.fsdp_step_peak`` gives them. ``bound``, in bytes, is a
+    dotted line; ``unit`` is MB or GB, and ``ylabel`` comes before it.
+    """
+    measured, size = measured or {}, BYTE_UNITS[unit]
+    ax = style.make_axes(ax, width=8.0, height=4.2)
+    bars = {label: sum_by_category(sizes) for label, sizes in predicted.items()}
+    peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
+    style.draw_bar_stacks(ax, bars, peaks, style.MEMORY_COLOURS, size, columns=4)
+    if bound is not None:
+        for text in ax.texts:
+            text.set_bbox(WHITE_BOX)
+        style.draw_limit(ax, "bound", bound / size, unit)
+    ax.set_ylabel(f"{ylabel}, {unit}")
+    ax.margins(y=0.06)
+    return style.add_stamp(ax, measured.values())
 
 
 def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
     """Return the bytes of a run's peak by the categories of ``style.MEMORY_CATEGORIES``."""
-    known, peaks = result.summary(), {}
-    for name, (parts, _) in style.MEMORY_CATEGORIES.items():
-        columns = [f"peak_{part}_bytes" for part in parts]
-        peaks[name] = sum(result.value(column) for column in columns if column in known)
-    return peaks
+    peaks = {name: result.value(name) for name in result.summary() if name.startswith("peak_")}
+    return sum_by_category({name[len("peak_") : -len("_bytes")]: peaks[name] for name in peaks})
+
+
+def sum_by_category(sizes: Numbers) -> dict[str, float]:
+    """Sum bytes by recorded category to those of ``style.MEMORY_CATEGORIES``."""
+    categories = style.MEMORY_CATEGORIES.items()
+    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in categories}
 
 
 def byte_bars(

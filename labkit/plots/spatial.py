@@ -321,17 +321,12 @@ def strip_step_times(seconds: Mapping[str, Mapping[int, tuple[float, float]]]) -
     """
     axes = style.make_panels(seconds, width=4.2, height=3.2)
     colours = {"arithmetic": style.BLUE, "messages": style.ORANGE}
-    tints = {name: style.mix_with_white(colour, 0.6) for name, colour in colours.items()}
-    look: dict[str, Any] = {"edgecolor": "black", "ls": "--", "lw": 1}
     for ax, by_ranks in zip(axes, seconds.values(), strict=True):
-        for column, times_s in enumerate(by_ranks.values()):
-            parts = {name: 1e3 * each for name, each in zip(colours, times_s, strict=True)}
-            top = style.draw_stack(ax.bar, column, parts, tints, **look)
-            ax.text(column, top, f"{top:.3g}", fontsize=9, **style.ON_TOP)
-        ax.set_xticks(range(len(by_ranks)), list(map(str, by_ranks)))
+        bars = {}
+        for ranks, times_s in by_ranks.items():
+            bars[str(ranks)] = dict(zip(colours, times_s, strict=True))
+        style.draw_bar_stacks(ax, bars, {}, colours, 1e-3, columns=2)
+        style.frame_predictions(ax)
         ax.set(xlabel="ranks", ylabel="predicted time of a step, ms")
         ax.set_ylim(0, 1.12e3 * max(map(sum, by_ranks.values())))
-        for name, bars in zip(colours, ax.containers, strict=False):
-            bars.set_label(name)
-        style.add_legend_above(ax, 2)
     return axes

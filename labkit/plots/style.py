@@ -220,6 +220,15 @@ def draw_bar_stacks(
         add_legend_above(ax, columns, handles)
 
 
+def frame_predictions(ax: Axes) -> None:
+    """Give every bar the dashed frame of a prediction."""
+    for bar in ax.patches:
+        bar.set(**FRAME_STYLE)
+        # The frame of an empty part would be a line across the stack.
+        if not bar.get_extents().height:
+            bar.set_linewidth(0.0)
+
+
 def short_number_text(value: float) -> str:
     """Return a number with three digits, or all digits of a large one, with commas."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

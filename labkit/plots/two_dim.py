@@ -144,17 +144,8 @@ def traffic_by_axis(
     ax = byte_bars(predicted, measured or {}, AXIS_COLOURS, **look)
     ax.set_xlabel(xlabel)
     if not measured:
-        _draw_prediction_frames(ax)
+        style.frame_predictions(ax)
     return style.add_stamp(ax, results)
-
-
-def _draw_prediction_frames(ax: Axes) -> None:
-    """Give every bar the dashed frame of a prediction."""
-    for bar in ax.patches:
-        bar.set(**style.FRAME_STYLE)
-        # The frame of an empty part would be a line across the stack.
-        if not bar.get_extents().height:
-            bar.set_linewidth(0.0)
 
 
 def step_time_by_tp(
@@ -174,7 +165,7 @@ def step_time_by_tp(
         style.draw_bar_stacks(style.make_axes(ax), bars, {}, TIME_COLOURS, 1e-3)
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
-        _draw_prediction_frames(ax)
+        style.frame_predictions(ax)
     style.add_figure_legend(axes[0], "upper", TIME_LABELS, fontsize=9)
     return axes
 

@@ -165,48 +165,19 @@ class Explorer(ABC):
         return shown
 
 
-class _StatusLine(Display):
-    """A run's progress in one line of the panel; ``cancel`` ends the run at its next update."""
-
-    def __init__(self, line: Any):
-        self._line, self._cancelled = line, False
-
-    def clear_cancellation(self) -> None:
-        # A cancellation may have come too late for the previous run.
-        self._cancelled = False
-        self.show_wait_reason("starts")
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    def show(self, state: ProgressState, lines: list[str]) -> None:
-        known = f' max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
-        self.show_wait_reason(str(state), known)
-
-    def show_wait_reason(self, text: str, known: str = "") -> None:
-        if self._cancelled:
-            # While the run ends, its updates must not raise again.
-            self._cancelled = False
-            raise KeyboardInterrupt
-        bar = f'<progress aria-label="progress"{known}></progress>'
-        self.show_text(f"{bar} {escape(text)}")
-
-    def show_text(self, html: str) -> None:
-        self._line.value = f'<div role="status">{html}</div>'
-
-
-class _Panel:
-    """The widgets of one explorer."""
+class _Panel(Display):
+    """The widgets of one explorer; a run shows its progress in one line of them."""
 
     def __init__(self, explorer: Explorer):
         import ipywidgets
 
-        self._explorer, self._hold, self._knobs = explorer, False, {}
+        self._explorer, self._knobs = explorer, {}
+        # Whether controls move without a redraw, and whether the run is to end at its next update.
+        self._hold = self._cancelled = False
         for name, control in explorer.controls.items():
             self._knobs[name] = knob = _control_widget(control, explorer.chosen[name])
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
-        self._status = _StatusLine(self._line)
         tips = {
             "run it": "measure this on real ranks of this machine",
             "cancel": "end the run and all its processes",
@@ -216,11 +187,12 @@ class _Panel:
         self._run, self._cancel, self._reset = buttons
         self._cancel.disabled = True
         self._run.on_click(lambda _: self.start_run())
-        self._cancel.on_click(lambda _: self._status.cancel())
+        self._cancel.on_click(lambda _: setattr(self, "_cancelled", True))
         self._reset.on_click(lambda _: self._restore_defaults())
         look = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
         title = ipywidgets.HTML(f"<strong>{escape(explorer.title)}</strong>")
-        knobs, row = (ipywidgets.Box(each, layout=look) for each in (self._knobs.values(), buttons))
+        knobs = ipywidgets.Box(list(self._knobs.values()), layout=look)
+        row = ipywidgets.Box(buttons, layout=look)
         formulas = ipywidgets.HTML("".join(map(_formula_html, explorer.formulas)))
         parts = [title, knobs, self._picture, self._table, row, self._line, formulas]
         self.box = ipywidgets.VBox(parts)
@@ -247,18 +219,20 @@ class _Panel:
             f'width="{round(explorer.size[0] * DPI)}" style="max-width: 100%">'
         )
         if not running:
-            self._status.show_text(escape(refusal))
+            self._show_text(refusal)
 
     def start_run(self) -> None:
         """Run in a thread, so that the controls and *cancel* still respond."""
         self._run.disabled, self._cancel.disabled = True, False
-        self._status.clear_cancellation()
+        # A cancellation may have come too late for the previous run.
+        self._cancelled = False
+        self.show_wait_reason("starts")
         threading.Thread(target=self._run_in_thread, daemon=True).start()
 
     def _run_in_thread(self) -> None:
         said = ""
         try:
-            with use_display(self._status):
+            with use_display(self):
                 self._explorer.run_current()
         except KeyboardInterrupt:
             said = "cancelled: no process of the run is left"
@@ -267,7 +241,21 @@ class _Panel:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._cancel.disabled = True
         self.redraw()
-        self._status.show_text(escape(said))
+        self._show_text(said)
+
+    def show(self, state: ProgressState, lines: list[str]) -> None:
+        known = f' max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
+        self.show_wait_reason(str(state), known)
+
+    def show_wait_reason(self, text: str, known: str = "") -> None:
+        if self._cancelled:
+            # While the run ends, its updates must not raise again.
+            self._cancelled = False
+            raise KeyboardInterrupt
+        self._show_text(text, f'<progress aria-label="progress"{known}></progress> ')
+
+    def _show_text(self, text: str, bar: str = "") -> None:
+        self._line.value = f'<div role="status">{bar}{escape(text)}</div>'
 
     def _on_control_change(self, _: Any) -> None:
         if not self._hold:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
+import torch
 from matplotlib.figure import Figure
 
 import labkit
+from labkit import tensors
+from labkit.models.tile_network import tile_network_weights
 from labkit.plots import extensions as plots
 from labkit.plots import style
 from labkit.plots.runs import byte_bars
@@ -102,10 +105,6 @@ def _weights_folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def _weights_file(dim: int, steps: int) -> Path:
-    import torch
-
-    from labkit.models.tile_network import tile_network_weights
-
     path = Path(_weights_folder().name) / f"{dim}_{steps}.pt"
     torch.save(tile_network_weights(dim, steps), path)
     return path
@@ -118,8 +117,6 @@ def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:
 
 @cache
 def _weight_shapes(dim: int) -> list[tuple[int, ...]]:
-    from labkit.models.tile_network import tile_network_weights
-
     return [tuple(weight.shape) for weight in tile_network_weights(dim, 0).values()]
 
 
@@ -131,9 +128,6 @@ def _rounding_errors(
 
     A weight's error is relative to the largest weight of its parameter.
     """
-    from labkit import tensors
-    from labkit.models.tile_network import tile_network_weights
-
     if scales:
         codec = tensors.make_quantised_extension(extension, scales)
     else:
