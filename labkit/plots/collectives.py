@@ -1,6 +1,7 @@
 """Figures of collectives: values before and after, and time by message size and count."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from labkit.theory.sizes import readable_bytes
 SUM_COLOUR, PARTIAL_SUM_COLOUR = "#4D4D4D", "#C4C4C4"
 
 Moments = Mapping[str, Sequence[float]]
+_size_text = partial(readable_bytes, base=1024)
 
 
 def values_by_rank(result: RunResult, titles: Mapping[str, str]) -> Sequence[Axes]:
@@ -195,7 +197,3 @@ def communication_break_even(
         # On a short axis matplotlib also labels minor ticks, as powers of ten.
         ax.yaxis.set_minor_formatter("")
     return axes
-
-
-def _size_text(size: float) -> str:
-    return readable_bytes(size, base=1024)

@@ -25,6 +25,7 @@ PICTURE_WIDTH, PIECES_LEFT = 0.86, 1.0
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
 
 Box = tuple[float, float, float, float]  # left, top, width, height
+Place = tuple[float, float, float]  # left, top and width of a picture
 
 
 def convnext_diagram(
@@ -91,12 +92,13 @@ def halo_diagram(
     ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
     for index in range(ranks):
         colour = style.rank_colour(index)
-        _draw_frame(ax, (index * strip, 0, strip, height), colour, 1.5)
+        _draw_frame(ax, (index * strip, 0, strip, height), edgecolor=colour, lw=1.5)
         x, y = (index + 0.5) * strip, -0.06 * height
         ax.text(x, y, f"rank {index}", weight="bold", color=colour, **style.CENTRED)
     start, stop = round(rank * strip), round((rank + 1) * strip)
     ax.imshow(picture[:, start:stop], extent=(start, stop, below + height, below), zorder=0)
-    _draw_frame(ax, (start, below, stop - start, height), style.rank_colour(rank), 1.5)
+    look: dict[str, Any] = {"edgecolor": style.rank_colour(rank), "lw": 1.5}
+    _draw_frame(ax, (start, below, stop - start, height), **look)
     for source in (rank - 1, rank + 1):
         if not 0 <= source < ranks:
             continue
@@ -108,8 +110,9 @@ def halo_diagram(
             to, side, align = origin + gap, origin + halo + 2 * gap, "left"
         columns = picture[:, round(origin) : round(origin) + halo]
         ax.imshow(columns, extent=(to, to + halo, below + height, below), zorder=0)
+        look = {"edgecolor": style.rank_colour(source), "lw": 2.5}
         for left, top in ((origin, 0), (to, below)):
-            _draw_frame(ax, (left, top, halo, height), style.rank_colour(source), 2.5)
+            _draw_frame(ax, (left, top, halo, height), **look)
         style.draw_arrow(ax, (origin + halo / 2, height), (to + halo / 2, below), "-|>", 1.5)
         text = f"halo: {halo} columns\nfrom rank {source}"
         ax.text(side, below + height / 2, text, ha=align, va="center", fontsize=9)
@@ -117,8 +120,8 @@ def halo_diagram(
     return ax
 
 
-def _draw_frame(ax: Axes, box: Box, colour: str, thick: float, line: str = "-") -> None:
-    style.add_box(ax, *box, fill=False, edgecolor=colour, lw=thick, ls=line, zorder=3)
+def _draw_frame(ax: Axes, box: Box, **look: Any) -> None:
+    style.add_box(ax, *box, fill=False, zorder=3, **look)
 
 
 def shard_panels(
@@ -185,9 +188,8 @@ def placement_picture(
     are each rank's pixels, 0 to 255, also where they are one term of a sum. The mesh has this many
     ranks, ``columns``, in a row.
     """
-    ax = style.make_axes(ax, 8.5, 3.6)
+    ax, right = style.make_axes(ax, 8.5, 3.6), PIECES_LEFT + 1.14
     distinct = list(dict.fromkeys(pieces.values()))
-    colours = {each: style.rank_colour(distinct.index(piece)) for each, piece in pieces.items()}
     line, source = ("-", "measured") if measured else ("--", "predicted")
     _draw_owners(ax, picture, pieces)
     ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
@@ -196,16 +198,18 @@ def placement_picture(
     for index, piece in pieces.items():
         left = PIECES_LEFT + index % columns * 1.12 * PICTURE_WIDTH * scale
         top = 0.1 + index // columns * 1.5 * scale
+        frame = {"edgecolor": style.rank_colour(distinct.index(piece)), "ls": line}
         place = (left, top, PICTURE_WIDTH * scale)
-        _draw_piece(ax, held[index], piece, picture, place, colours[index], line, 1.6)
+        _draw_piece(ax, held[index], piece, picture, place, **frame, lw=1.6)
+        if index == rank:
+            place = (right, 0, PICTURE_WIDTH)
+            _draw_piece(ax, held[rank], piece, picture, place, **frame, lw=3)
         weight = "bold" if index == rank else "normal"
         ax.text(left, top - 0.02, f"rank {index}", va="bottom", fontsize=9, weight=weight)
         rows, across = measured[index] if measured else piece.shape[:2]
         size = 9 if columns < 3 else 8
         ax.text(left, top + scale + 0.02, f"{rows} × {across}", va="top", fontsize=size)
-    piece, right = pieces[rank], PIECES_LEFT + 1.14
-    place = (right, 0, PICTURE_WIDTH)
-    _draw_piece(ax, held[rank], piece, picture, place, colours[rank], line, thick=3)
+    piece = pieces[rank]
     ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
     below = "nothing is left for it"
     if all(piece.shape):
@@ -223,14 +227,14 @@ def _draw_owners(ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, TensorPi
     """Draw the cut picture with the ranks of each part: "or" joins copies, "+" terms of a sum."""
     whole = TensorPiece((range(len(picture)), range(len(picture[0]))))
     place = (0, 0, PICTURE_WIDTH)
-    _draw_piece(ax, picture, whole, picture, place, "#CCCCCC")
+    _draw_piece(ax, picture, whole, picture, place, edgecolor="#CCCCCC", lw=0.8)
     parts: dict[tuple[range, ...], dict[int, list[str]]] = {}
     for rank, piece in pieces.items():
         if all(piece.shape):
             parts.setdefault(piece.indices, {}).setdefault(piece.term, []).append(str(rank))
     for indices, terms in parts.items():
         box = _piece_box(TensorPiece(indices), picture, place)
-        _draw_frame(ax, box, "white", 2)
+        _draw_frame(ax, box, edgecolor="white", lw=2)
         _label_box(ax, box, "\n+ ".join(" or ".join(ranks) for ranks in terms.values()), 10)
 
 
@@ -241,27 +245,18 @@ def _label_box(ax: Axes, box: Box, text: str, fontsize: float) -> None:
 
 
 def _draw_piece(
-    ax: Axes,
-    pixels: numpy.ndarray,
-    piece: TensorPiece,
-    picture: numpy.ndarray,
-    place: tuple[float, float, float],
-    colour: str,
-    line: str = "-",
-    thick: float = 0.8,
+    ax: Axes, pixels: Any, piece: TensorPiece, picture: numpy.ndarray, place: Place, **frame: Any
 ) -> None:
-    """Draw a piece inside the picture's outline, whose left, top and width are ``place``."""
+    """Draw a piece with its frame inside the picture's outline."""
     left, top, width = place
-    _draw_frame(ax, (left, top, width, width / PICTURE_WIDTH), "#CCCCCC", 0.8)
+    _draw_frame(ax, (left, top, width, width / PICTURE_WIDTH), edgecolor="#CCCCCC", lw=0.8)
     x, y, across, down = box = _piece_box(piece, picture, place)
     if pixels.size:
         ax.imshow(pixels, extent=(x, x + across, y + down, y), interpolation="nearest")
-        _draw_frame(ax, box, colour, thick, line)
+        _draw_frame(ax, box, **frame)
 
 
-def _piece_box(
-    piece: TensorPiece, picture: numpy.ndarray, place: tuple[float, float, float]
-) -> Box:
+def _piece_box(piece: TensorPiece, picture: numpy.ndarray, place: Place) -> Box:
     left, top, width = place
     rows, columns = piece.indices[:2]
     a_row, a_column = width / PICTURE_WIDTH / len(picture), width / len(picture[0])
@@ -295,7 +290,7 @@ def strip_layout(
         for place in range(space):
             rank, first, last = row * space + place, place / space, (place + 1) / space - halo
             box = _strip_box(first, 1 / space, top, height, tensor_dim)
-            _draw_frame(ax, box, style.rank_colour(rank), 2)
+            _draw_frame(ax, box, edgecolor=style.rank_colour(rank), lw=2)
             # The first and the last strip have one neighbour.
             for start in [first] * (place > 0) + [last] * (place < space - 1):
                 edge = _strip_box(start, halo, top, height, tensor_dim)
