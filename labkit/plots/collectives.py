@@ -174,6 +174,7 @@ def communication_break_even(
     for ax, (name, (a_token_s, messages_s)) in zip(axes, panels.items(), strict=True):
         equal = {label: seconds / a_token_s for label, seconds in messages_s.items()}
         batch = (batches or {}).get(name)
+        # The lines reach beyond all their crossings.
         tokens = [min(equal.values()) / 8, max(8 * max(equal.values()), 2 * (batch or 0))]
         times_ms = [each * a_token_s * 1e3 for each in tokens]
         ax.plot(tokens, times_ms, **style.PREDICTION_STYLE | {"color": style.BLUE})

@@ -189,6 +189,7 @@ def error_histogram(
     theory allows, ``measured`` the largest in a run; the encoding ``label`` sets the colour.
     """
     ax = style.make_axes(ax, 5.0, 3.6)
+    # In percent, and a little beyond the bound; without rounding there is no bound.
     side = 115 * (bound or 0.001)
     shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
     shares = 100 * shares / errors.size

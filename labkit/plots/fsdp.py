@@ -50,6 +50,7 @@ def memory_over_step(
     colours = style.colours_in_use(style.MEMORY_COLOURS, parts)
     heights = [[part[name] / 1e6 for part in parts] for name in colours]
     tops = numpy.cumsum([numpy.zeros(end), *heights], axis=0)  # [1 + category, moment]
+    # The curve has steps: each event's height twice, at its left and at its right edge.
     edges = numpy.repeat(numpy.arange(end + 1), 2)[1:-1]
     there_and_back, areas = numpy.append(edges, edges[::-1]), []
     for lower, upper in pairwise(numpy.repeat(tops, 2, axis=1)):

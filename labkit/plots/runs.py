@@ -140,6 +140,7 @@ def memory_by_category(
         ax.text(column, size / 2, f"{size:.3g}", fontsize=8, color="white", **style.CENTRED)
         if predicted and label in predicted:
             style.mark_prediction(ax, column, 0.3, predicted[label] / 1e6)
+    # A figure has one legend, so the line of theory joins that of the categories.
     handles = list(ax.get_legend().legend_handles)
     if predicted:
         handles.append(style.prediction_handle("activations, predicted"))

@@ -194,6 +194,7 @@ def placement_picture(
     _draw_owners(ax, picture, pieces)
     ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
     ax.text(PIECES_LEFT, -0.04, f"rows × columns, {source}", va="bottom", fontsize=10)
+    # The height of a piece with which all rows and columns of the mesh fit.
     scale = min(1.02 / (1.12 * PICTURE_WIDTH * columns), 1 / (1.5 * -(-len(pieces) // columns)))
     for index, piece in pieces.items():
         left = PIECES_LEFT + index % columns * 1.12 * PICTURE_WIDTH * scale

@@ -211,6 +211,7 @@ def draw_bar_stacks(
             top = draw_stack(ax.bar, column + side, parts, tints, 0.36, **look)
             ax.text(column + side, top, f"{top:.3g}", fontsize=8, **ON_TOP)
     ax.set_xticks(range(len(labels)), labels)
+    # Panels of one figure may share a legend instead.
     if columns:
         shown = colours_in_use(colours, [*predicted.values(), *measured.values()])
         handles = legend_patches(shown if legend is None else legend)
