@@ -23,9 +23,9 @@ MESSAGE_COLOURS = {
     "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
     "exposed": style.EXPOSURE_COLOUR,
 }
-BAR_STYLE = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
-DOT_STYLE = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK_STYLE = {"color": WAIT_COLOUR, "marker": "|", "markersize": 12, "linestyle": ""}
+BAR_STYLE: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
+DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
+TICK_STYLE = DOT_STYLE | {"color": WAIT_COLOUR, "marker": "|", "markersize": 12}
 TICK_STYLE["markeredgewidth"] = 2.5
 Span = tuple[float, float]
 # Fractions of the width: the boxes, the space after them, and a letter in a box.
@@ -203,7 +203,8 @@ def backward_timeline(
     exposed = [(max(each[0], seam), each[1]) for each, seam in zip(messages, seams, strict=True)]
     end, measured_ms = max(done, *(arrives for _, arrives in messages)), 1e3 * measured_s
     width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
-    rows = ((zip(starts, stops, strict=True), -0.3), (covered, 0.7), (exposed, 0.7))
+    work = list(zip(starts, stops, strict=True))
+    rows = ((work, -0.3), (covered, 0.7), (exposed, 0.7))
     for (spans, top), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
         lengths = [(start, stop - start) for start, stop in spans if stop > start]
         look: dict[str, Any] = {"edgecolor": "white", "linewidth": width if top > 0 else 0.0}

@@ -23,6 +23,7 @@ def communication_passes(predicted: Stacks, *, ax: Axes | None = None) -> Axes:
     colours = style.colours_in_use(style.COLLECTIVE_COLOURS, predicted.values())
     texts = [f"{sum(sent.values()):.4g} in all" for sent in predicted.values()]
     style.draw_rows(ax, predicted, colours, texts, edgecolor="white")
+    bars: Any
     for bars in ax.containers:
         ax.bar_label(bars, fmt="{:.3g}", label_type="center", fontsize=9)
     ax.set_xlabel("sent over the wire by each rank in a step, times the parameters' bytes")

@@ -295,8 +295,8 @@ def strip_layout(
             # The first and the last strip have one neighbour.
             for start in [first] * (place > 0) + [last] * (place < space - 1):
                 edge = _strip_box(start, halo, top, height, tensor_dim)
-                look = {"facecolor": style.rank_colour(rank), "alpha": 0.6, "edgecolor": "none"}
-                style.add_box(ax, *edge, **look)
+                colour = style.rank_colour(rank)
+                style.add_box(ax, *edge, facecolor=colour, alpha=0.6, edgecolor="none")
             _label_box(ax, box, f"rank {rank}", 9)
     ax.set(xlim=(-0.01, 1.01), ylim=(data * pitch - 0.1, -0.08), aspect="equal")
     ax.set_axis_off()

@@ -144,9 +144,10 @@ def draw_cells(
     for (row, column), number in numpy.ndenumerate(numpy.atleast_2d(numbers)):
         x, y, text = corner[0] + column * width, corner[1] + row * height, f"{number:g}"
         add_box(ax, x, y, width, height, facecolor=colour, **look)
+        said = ax.text(x + width / 2, y + height / 2, text, **CENTRED)
+        said.set_color(text_colour(colour))
         # A cell is little wider than three digits.
-        font = {"fontsize": 8.5 if len(text) < 4 else 7.5, "color": text_colour(colour)}
-        ax.text(x + width / 2, y + height / 2, text, **font, **CENTRED)
+        said.set_fontsize(8.5 if len(text) < 4 else 7.5)
 
 
 def mark_prediction(ax: Axes, middle: float, reach: float, value: float, **look: Any) -> Any:

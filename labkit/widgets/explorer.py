@@ -187,7 +187,7 @@ class _Panel(Display):
         self._run, self._cancel, self._reset = buttons
         self._cancel.disabled = True
         self._run.on_click(lambda _: self.start_run())
-        self._cancel.on_click(lambda _: setattr(self, "_cancelled", True))
+        self._cancel.on_click(lambda _: self.cancel())
         self._reset.on_click(lambda _: self._restore_defaults())
         look = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
         title = ipywidgets.HTML(f"<strong>{escape(explorer.title)}</strong>")
@@ -228,6 +228,9 @@ class _Panel(Display):
         self._cancelled = False
         self.show_wait_reason("starts")
         threading.Thread(target=self._run_in_thread, daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled = True
 
     def _run_in_thread(self) -> None:
         said = ""

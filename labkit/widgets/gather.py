@@ -50,17 +50,13 @@ class GatherExplorer(Explorer):
 
     def predict(self, **chosen: Any) -> dict[str, float]:
         extension, ranks, scales = chosen["extension"], chosen["ranks"], _scale_sharing(**chosen)
-        shapes, how = _weight_shapes(chosen["dim"]), {"reshard": chosen["reshard"]}
+        shapes, reshard = _weight_shapes(chosen["dim"]), chosen["reshard"]
+        how: dict[str, Any] = {"scales": scales, "reshard": reshard}
+        sent = theory.step_gather_bytes(shapes, ranks, extension, **how)
         largest, rms, _ = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         held = sum(theory.held_bytes(shape, ranks, extension, scales=scales) for shape in shapes)
-        return {
-            "all_gather_bytes": theory.step_gather_bytes(
-                shapes, ranks, extension, scales=scales, **how
-            ),
-            "held_bytes": held,
-            "weight_error": largest,
-            "weight_rms_error": rms,
-        }
+        errors = {"weight_error": largest, "weight_rms_error": rms}
+        return {"all_gather_bytes": sent, "held_bytes": held, **errors}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         extension, ranks, scales = chosen["extension"], chosen["ranks"], _scale_sharing(**chosen)
@@ -89,25 +85,22 @@ class GatherExplorer(Explorer):
         )
 
     def launch(self, **chosen: Any) -> RunResult:
-        how = {"extension": chosen["extension"], "scales": _scale_sharing(**chosen)}
+        how: dict[str, Any] = {"scales": _scale_sharing(**chosen)}
+        how["extension"] = chosen["extension"]
         how |= {"dim": chosen["dim"], "reshard_after_forward": chosen["reshard"]}
         # Without updates, the run gathers the weights whose errors are predicted.
         how |= {"learning_rate": 0.0, "batch": 8, "steps": 1}
-        how["weights"] = str(_weights_file(chosen["dim"], chosen["steps"]))
+        folder = _weights_folder(chosen["dim"], chosen["steps"])
+        how["weights"] = str(Path(folder.name) / "weights.pt")
         return labkit.run("allgather_extensions", nproc=chosen["ranks"], **how)
 
 
 @cache
-def _weights_folder() -> tempfile.TemporaryDirectory[str]:
+def _weights_folder(dim: int, steps: int) -> tempfile.TemporaryDirectory[str]:
     # The folder is removed when the cache frees it, at the end of this process.
-    return tempfile.TemporaryDirectory(prefix="labkit_")
-
-
-@cache
-def _weights_file(dim: int, steps: int) -> Path:
-    path = Path(_weights_folder().name) / f"{dim}_{steps}.pt"
-    torch.save(tile_network_weights(dim, steps), path)
-    return path
+    folder = tempfile.TemporaryDirectory(prefix="labkit_")
+    torch.save(tile_network_weights(dim, steps), Path(folder.name) / "weights.pt")
+    return folder
 
 
 def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:

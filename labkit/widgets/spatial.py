@@ -83,7 +83,10 @@ class SpatialExplorer(Explorer):
             figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
+        bars: dict[str, Numbers] = {
+            "1 rank": {"activations": alone},
+            "a rank": {"activations": held},
+        }
         seen, sent = {}, {}
         if result is not None:
             found = {name: result.value(name) for name in predicted}
