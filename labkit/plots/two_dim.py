@@ -174,8 +174,7 @@ def step_time_by_split(
     seconds: Mapping[int, Numbers],
     *,
     chosen: int,
-    best: int,
-    measured_s: float | None = None,
+    measured_s: float = 0.0,
     ax: Axes | None = None,
     xlabel: str = "ranks along tp",
 ) -> Axes:
@@ -185,28 +184,24 @@ def step_time_by_split(
     beside the chosen size.
     """
     ax = style.make_axes(ax)
-    totals = [sum(parts.values()) for parts in seconds.values()]
-    unit, size = style.time_unit(max(*totals, measured_s or 0.0))
+    totals_s = {tp: sum(parts.values()) for tp, parts in seconds.items()}
+    best, highest_s = min(totals_s, key=totals_s.__getitem__), max(*totals_s.values(), measured_s)
+    (unit, size), legend = style.time_unit(highest_s), TIME_LABELS
     for column, (tp, parts) in enumerate(seconds.items()):
         heights = {part: parts[part] / size for part in TIME_COLOURS}
         top = style.draw_stack(ax.bar, column, heights, TIME_COLOURS, 0.5)
         ax.bar(column, top, 0.5, fill=False, **style.FRAME_STYLE)
-        text = style.short_number_text(top)
+        text = "best: " * (tp == best) + style.short_number_text(top)
         said = ax.text(column, top, text, fontsize=8, **style.ON_TOP)
-        if tp == best:
-            said.set_text(f"best: {text}")
-        # The measured bar takes the space to the right.
         if tp == chosen and measured_s:
+            # The measured bar takes the space to the right.
             said.set(x=column + 0.25, ha="right")
-    handles, place = style.legend_patches(TIME_LABELS), list(seconds).index(chosen)
-    if measured_s:
-        height = measured_s / size
-        handles += ax.bar(place + 0.37, height, 0.2, color=style.GREEN, label="measured")
-        ax.text(place + 0.29, height, style.short_number_text(height), va="bottom", fontsize=8)
-        handles[-1].set_label("measured")
+            height, legend = measured_s / size, legend | {"measured": style.GREEN}
+            ax.bar(column + 0.37, height, 0.2, color=style.GREEN)
+            number = style.short_number_text(height)
+            ax.text(column + 0.29, height, number, va="bottom", fontsize=8)
     ax.set_xticks(range(len(seconds)), list(map(str, seconds)))
-    ax.get_xticklabels()[place].set_fontweight("bold")
-    ax.set(ylabel=f"one step of a rank, {unit}", xlabel=xlabel)
-    ax.set_ylim(0, 1.12 * max(*totals, measured_s or 0.0) / size)
-    style.add_legend_above(ax, 4, handles, **style.SMALL_LEGEND)
+    ax.get_xticklabels()[list(seconds).index(chosen)].set_fontweight("bold")
+    ax.set(ylabel=f"one step of a rank, {unit}", xlabel=xlabel, ylim=(0, 1.12 * highest_s / size))
+    style.add_legend_above(ax, 4, style.legend_patches(legend), **style.SMALL_LEGEND)
     return ax

@@ -71,7 +71,7 @@ class TwoAxesExplorer(Explorer):
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         ranks, tp = chosen["ranks"], chosen["tp"]
-        costs, counted, took_s, crowded = _costs_from_controls(**chosen), None, None, False
+        costs, counted, took_s, crowded = _costs_from_controls(**chosen), None, 0.0, False
         if result is not None:
             costs = _costs_from_run(result, **chosen)
             handed = {name: result.value(name) for name in result.summary() if "/" in name}
@@ -89,7 +89,7 @@ class TwoAxesExplorer(Explorer):
         look: dict[str, Any] = {"xlabel": f"ranks along tp, of {ranks}"}
         by_label = {str(each): parts for each, parts in wires.items()}
         plots.traffic_by_axis(by_label, counted, ax=sent, **look)
-        look |= {"chosen": tp, "best": best, "measured_s": took_s}
+        look |= {"chosen": tp, "measured_s": took_s}
         plots.step_time_by_split(seconds, ax=times, **look)
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
