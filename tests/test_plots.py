@@ -410,7 +410,9 @@ def test_amounts_have_a_budget_in_their_unit():
     assert texts_of(ax) == ["2", "4", "3", "budget\n8 MB"]
     assert ax.get_ylabel() == "held, MB"
     assert ax.lines[0].get_ydata()[0] == 8 < ax.get_ylim()[1]
-    assert plots.byte_bars({"a": {"x": 0}}, {}, {"x": style.BLUE}, ylabel="held").get_ylim()[1] > 0, "nothing is no error"
+    assert plots.byte_bars({"a": {"x": 0}}, {}, {"x": style.BLUE}, ylabel="held").get_ylim()[1] > 0, (
+        "nothing is no error"
+    )
 
 
 def test_the_difference_of_losses_is_a_part_of_the_reference():
