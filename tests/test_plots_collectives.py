@@ -111,7 +111,7 @@ def test_a_sum_over_some_ranks_has_another_colour_than_the_one_over_all(traded):
     for rank, (start, between) in enumerate((((1, 10), (1, 10)), ((2, 20), (3, 20)))):
         ring = {"start": start, "between": between, "end": (3.5, 30)}
         torch.save({"ring": ring}, RunFolder(traded.folder).report(rank))
-    (ax,) = figures.values_by_rank(labkit.load(traded.folder), ["ring"])
+    (ax,) = figures.values_by_rank(labkit.load(traded.folder), {"ring": "in a ring"})
     faces = [cell.get_facecolor() for cell in ax.patches if isinstance(cell, Rectangle)]
     assert faces.count(to_rgba(figures.PARTIAL_SUM_COLOUR)) == 1 and faces.count(to_rgba(figures.SUM_COLOUR)) == 4
     labels = [text.get_text() for text in ax.figure.legends[0].get_texts()]

@@ -248,7 +248,9 @@ def test_axes_that_were_given_are_used():
 
 
 def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them():
-    ax = plots.gather_byte_bars({"fp32": {"numbers": 4e6}, "int8": {"numbers": 1e6, "scales": 5e5}}, {"int8": 1.5e6})
+    sent = {"fp32": {"numbers": 4e6}, "int8": {"numbers": 1e6, "scales": 5e5}}
+    colours = {"numbers": "blue", "scales": "red", "measured": "grey"}
+    ax = plots.byte_bars(sent, {"int8": {"measured": 1.5e6}}, colours, ylabel="handed")
     assert [text.get_text() for text in ax.texts] == ["4", "1.5", "1.5"]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["numbers", "scales", "measured", "predicted"]
@@ -257,7 +259,7 @@ def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them()
 
 def test_a_histogram_of_errors_has_the_bound_of_theory_dashed_on_both_sides():
     errors = numpy.array([-0.004, 0.0, 0.0, 0.002])
-    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8", result=RUNS["int8"])
+    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8")
     assert sorted(float(line.get_xdata()[0]) for line in dashed(ax)) == [-0.5, 0.5]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["theory: at most 0.5 %", "measured: at most 0.4 %"]

@@ -116,14 +116,15 @@ def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_th
         2: {"compute": 0.002, "tp": 0.001, "data": 0.002},
         4: {"compute": 0.002, "tp": 0.001, "data": 0.0},
     }
-    ax = plots.step_time_by_split(seconds, chosen=2, best=4, measured_s=0.007)
+    ax = plots.step_time_by_split(seconds, chosen=2, measured_s=0.007)
     bars = [bar for bar in ax.patches if bar.get_height()]
     sums = [(bar.get_height(), bar.get_linestyle()) for bar in bars if not bar.get_fill()]
     assert sums == [(pytest.approx(size), "--") for size in (6, 5, 3)]
-    assert bars[-1].get_height() == pytest.approx(7) and bars[-1].get_x() > 1
-    assert [text.get_text() for text in ax.texts] == ["6", "5", "best: 3", "7"]
+    (measured,) = [bar for bar in bars if to_hex(bar.get_facecolor()).upper() == style.GREEN]
+    assert measured.get_height() == pytest.approx(7) and 1 < measured.get_x() < 1.5
+    assert [text.get_text() for text in ax.texts] == ["6", "5", "7", "best: 3"]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "4"]
     assert [label.get_weight() for label in ax.get_xticklabels()] == ["normal", "bold", "normal"]
     assert ax.get_ylabel() == "one step of a rank, ms"
     tiny = {1: {"compute": 2e-6, "tp": 0.0, "data": 0.0}}
-    assert plots.step_time_by_split(tiny, chosen=1, best=1).get_ylabel() == "one step of a rank, µs"
+    assert plots.step_time_by_split(tiny, chosen=1).get_ylabel() == "one step of a rank, µs"

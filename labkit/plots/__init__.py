@@ -9,22 +9,14 @@ label, and ``ax`` is where to draw, by default a new figure.
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
-
-def _find_figures() -> dict[str, Callable[..., Any]]:
-    # A lab only adds its file; nothing else lists the figures.
-    found: dict[str, Callable[..., Any]] = {}
-    for each in pkgutil.iter_modules(__path__):
-        if each.name == "style":
-            continue
-        module = importlib.import_module(f"{__name__}.{each.name}")
-        for name, value in inspect.getmembers(module, inspect.isfunction):
-            if value.__module__ == module.__name__ and not name.startswith("_"):
-                found[name] = value
-    return found
-
-
-globals().update(_find_figures())
-__all__ = sorted(_find_figures())
+# A lab only adds its file; nothing else lists the figures.
+_found: dict[str, Any] = {}
+for _file in pkgutil.iter_modules(__path__):
+    _module = importlib.import_module(f"{__name__}.{_file.name}")
+    for _name, _value in inspect.getmembers(_module, inspect.isfunction):
+        if _value.__module__ == _module.__name__ and _name[0] != "_" and _file.name != "style":
+            _found[_name] = _value
+globals().update(_found)
+__all__ = sorted(_found)

@@ -1,84 +1,67 @@
 """Figures of collectives: values before and after, and time by message size and count."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
+from labkit.plots.style import Numbers
 from labkit.runs.result import RunResult
 from labkit.theory.collectives import AlphaBeta, fit_alpha_beta
 from labkit.theory.sizes import readable_bytes
 
 SUM_COLOUR, PARTIAL_SUM_COLOUR = "#4D4D4D", "#C4C4C4"
-# White digits are hard to read on these.
-LIGHT_COLOURS = (style.ORANGE, style.PURPLE, PARTIAL_SUM_COLOUR)
 
 Moments = Mapping[str, Sequence[float]]
+_size_text = partial(readable_bytes, base=1024)
 
 
-def values_by_rank(
-    result: RunResult,
-    names: Mapping[str, str] | Sequence[str],
-    *,
-    axes: Sequence[Axes] | None = None,
-) -> Sequence[Axes]:
-    """Draw what each rank held before a collective, after it, and between, in one panel per name.
+def values_by_rank(result: RunResult, titles: Mapping[str, str]) -> Sequence[Axes]:
+    """Draw what each rank held before a collective, after it, and between, in one panel per title.
 
-    A number has the colour of the rank that held it first. All other numbers are sums: over all
-    ranks if some rank holds the number in the end, else over some.
-
-    Args:
-        result: a run whose ranks reported, under each name, a dict with their numbers at each
-            moment, such as ``{"before": …, "after": …}``.
-        names: the names to draw, or their titles by name.
-        axes: one for each name.
+    Titles are by the name under which ranks reported a dict with their numbers at each moment, such
+    as ``{"before": …, "after": …}``. A number has the colour of the rank that held it first. All
+    other numbers are sums: over all ranks if some rank holds the number in the end, else over some.
     """
-    titles = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-    panels = {}
+    panels: list[list[Moments]] = []
     for name in titles:
-        panels[name] = [_float_lists(rank.reported[name]) for rank in result.ranks]
-    if axes is None:
-        axes = _rank_panels(list(panels.values()))
-    for ax, (name, ranks) in zip(axes, panels.items(), strict=True):
-        colours, left, middle = _value_colours(ranks), 0.0, len(ranks) / 2
-        for row in range(len(ranks)):
-            ax.text(-0.15, row + 0.45, f"rank {row}", ha="right", va="center", fontsize=9)
-        for moment, numbers in ranks[0].items():
-            if left:
-                arrow = {"arrowstyle": "->", "lw": 1.5}
-                ax.annotate("", (left - 0.1, middle), (left - 0.9, middle), arrowprops=arrow)
-            for row, each in enumerate(ranks):
-                _draw_cells(ax, each[moment], colours, left, row)
-            place = left + len(numbers) / 2
-            ax.text(place, -0.15, moment, fontsize=8, color="#666666", **style.ON_TOP)
-            left += len(numbers) + 1
-        ax.set(xlim=(-1.3, left - 0.9), ylim=(len(ranks) + 0.1, -0.8))
-        ax.set_title(titles[name], fontsize=10)
-        ax.set_axis_off()
-    return axes
-
-
-def _float_lists(moments: Mapping[str, Any]) -> Moments:
-    return {moment: [float(value) for value in values] for moment, values in moments.items()}
-
-
-def _rank_panels(panels: Sequence[Sequence[Moments]]) -> list[Axes]:
-    """Return a row of axes, each as wide as its cells, above a shared legend."""
+        reports = [rank.reported[name].items() for rank in result.ranks]
+        panels.append([{moment: list(map(float, each)) for moment, each in own} for own in reports])
     widths = [sum(len(each) + 1 for each in ranks[0].values()) + 1.3 for ranks in panels]
-    ranks = len(panels[0])
-    size = (0.36 * sum(widths), 0.36 * ranks + 1.0)
+    size = (0.36 * sum(widths), 0.36 * result.world_size + 1.0)
     axes = style.make_row(len(panels), *size, width_ratios=widths)
-    shades = {f"from rank {rank}": style.rank_colour(rank) for rank in range(ranks)}
+    for ax, title, ranks in zip(axes, titles.values(), panels, strict=True):
+        _draw_moments(ax, ranks)
+        ax.set_title(title, fontsize=10)
+    shades = {f"from rank {rank}": style.rank_colour(rank) for rank in range(result.world_size)}
     shades["sum over all ranks"] = SUM_COLOUR
     if any(len(moments) > 2 for moments, *_ in panels):
         shades["over some"] = PARTIAL_SUM_COLOUR
-    look: dict[str, Any] = {"ncols": len(shades), "frameon": False, "fontsize": 8}
-    handles = style.legend_patches(shades)
-    axes[0].figure.legend(handles=handles, loc="outside lower center", **look)
+    style.add_figure_legend(axes[0], "lower", shades, fontsize=8)
     return axes
+
+
+def _draw_moments(ax: Axes, ranks: Sequence[Moments]) -> None:
+    """Draw a row of numbers per rank for each moment, from left to right."""
+    colours, left, middle = _value_colours(ranks), 0, len(ranks) / 2
+    for row in range(len(ranks)):
+        ax.text(-0.15, row + 0.45, f"rank {row}", ha="right", va="center", fontsize=9)
+    for moment, numbers in ranks[0].items():
+        if left:
+            style.draw_arrow(ax, (left - 0.9, middle), (left - 0.1, middle), lw=1.5)
+        for row, each in enumerate(ranks):
+            for column, number in enumerate(each[moment], left):
+                style.draw_cells(ax, number, (column, row), colours[number], (1, 0.9))
+        place = left + len(numbers) / 2
+        ax.text(place, -0.15, moment, fontsize=8, color="#666666", **style.ON_TOP)
+        left += len(numbers) + 1
+    ax.set(xlim=(-1.3, left - 0.9), ylim=(len(ranks) + 0.1, -0.8))
+    ax.set_axis_off()
 
 
 def _value_colours(ranks: Sequence[Moments]) -> dict[float, str]:
@@ -95,29 +78,14 @@ def _value_colours(ranks: Sequence[Moments]) -> dict[float, str]:
     return colours
 
 
-def _draw_cells(
-    ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], left: float, row: int
-) -> None:
-    for column, number in enumerate(numbers, 1):
-        colour, text = colours[number], f"{number:g}"
-        style.add_box(ax, left + column - 1, row, 1, 0.9, facecolor=colour)
-        said = ax.text(left + column - 0.5, row + 0.45, text, **style.CENTRED)
-        said.set_color("black" if colour in LIGHT_COLOURS else "white")
-        # A cell is a little wider than three digits of size 9.
-        said.set_fontsize(9 if len(text) < 4 else 7.5)
-
-
 def all_reduce_rounds(result: RunResult, kind: str = "message") -> pandas.Series:
     """Return the seconds of each round that launch/all_reduce.py timed, until its last rank ended.
 
     The index is the size of the message, in bytes, for ``kind`` "message", and the number of
     messages for "pieces".
-
-    Raises:
-        ValueError: the run timed no such rounds.
     """
-    named = result.frame["name"].str.fullmatch(rf"{kind}_\d+")
-    spans = result.frame[(result.frame["kind"] == "span") & named]
+    spans = result.frame.query("kind == 'span'")
+    spans = spans[spans["name"].str.fullmatch(rf"{kind}_\d+")]
     if spans.empty:
         raise ValueError(
             f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce"
@@ -136,15 +104,16 @@ def all_reduce_time_by_size(result: RunResult, *, ax: Axes | None = None) -> Axe
     """Draw the time of an all-reduce by its size: all rounds, the fastest, and the line fitted."""
     ax = style.make_axes(ax)
     rounds, times = all_reduce_rounds(result), fastest_all_reduce_times(result)
-    line = fit_alpha_beta(times.to_dict())
-    sizes = list(times.index)
+    line, sizes = fit_alpha_beta(times.to_dict()), list(times.index)
+    alpha_us, beta_us_per_mb = line.alpha_s * 1e6, line.beta_s_per_byte * 1e12
+    formula = f"α + bytes x β, α = {alpha_us:.0f} µs, β = {beta_us_per_mb:.0f} µs a MB"
     look: dict[str, Any] = {"color": style.GREY, "alpha": 0.4, "markersize": 4}
     ax.plot(rounds.index, rounds * 1e6, ".", label="each round", **look)
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
-    between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
+    between = numpy.geomspace(sizes[0], sizes[-1], 61)
     fitted = [line.seconds(size) * 1e6 for size in between]
-    ax.plot(between, fitted, label=_alpha_beta_text(line), **style.PREDICTION_STYLE)
-    ax.axhline(line.alpha_s * 1e6, **style.GUIDE_STYLE)
+    ax.plot(between, fitted, label=formula, **style.PREDICTION_STYLE)
+    ax.axhline(alpha_us, **style.GUIDE_STYLE)
     if sizes[0] < line.break_even_bytes < sizes[-1]:
         ax.axvline(line.break_even_bytes, **style.GUIDE_STYLE)
         text = f" α / β = {_size_text(line.break_even_bytes)}"
@@ -173,20 +142,19 @@ def all_reduce_time_by_count(
     time is that of the fastest round, or of the median round if ``typical``.
     """
     ax = style.make_axes(ax)
-    rounds = all_reduce_rounds(result, "pieces").groupby(level=0)
-    measured = rounds.median() if typical else rounds.min()
+    rounds = (1e3 * all_reduce_rounds(result, "pieces")).groupby(level=0)
+    measured_ms = rounds.median() if typical else rounds.min()
     total = int(result.params["total_bytes"])
     line = network or fit_alpha_beta(fastest_all_reduce_times(result).to_dict())
-    bar_label: str | None = f"measured, {'median' if typical else 'fastest'} round"
-    line_label: str | None = "predicted: messages x α + bytes x β"
-    for column, (count, time_s) in enumerate(measured.items()):
-        time_ms, expected_ms = 1e3 * time_s, 1e3 * line.seconds(total, messages=count)
-        ax.bar(column, time_ms, 0.5, color=style.BLUE, label=bar_label)
-        style.mark_prediction(ax, column, 0.38, expected_ms, line_label)
-        bar_label = line_label = None
+    label = f"measured, {'median' if typical else 'fastest'} round"
+    ax.bar(range(len(measured_ms)), measured_ms, 0.5, color=style.BLUE, label=label)
+    for column, (count, time_ms) in enumerate(measured_ms.items()):
+        expected_ms = 1e3 * line.seconds(total, messages=count)
+        dashed = style.mark_prediction(ax, column, 0.38, expected_ms)
         text = f"{time_ms:.1f} ({expected_ms:.1f})"
         style.add_note(ax, text, (column, max(time_ms, expected_ms)), (0, 3))
-    ticks = [f"{count} x {_size_text(total // count)}" for count in measured.index]
+    dashed.set_label("predicted: messages x α + bytes x β")
+    ticks = [f"{count} x {_size_text(total // count)}" for count in measured_ms.index]
     ax.set_xticks(range(len(ticks)), ticks)
     ax.set(xlabel=f"how {_size_text(total)} are sent", ylabel="time (predicted in brackets), ms")
     ax.margins(y=0.12)
@@ -195,22 +163,18 @@ def all_reduce_time_by_count(
 
 
 def communication_break_even(
-    panels: Mapping[str, tuple[float, Mapping[str, float]]],
-    *,
-    batches: Mapping[str, float] | None = None,
-    axes: Sequence[Axes] | None = None,
+    panels: Mapping[str, tuple[float, Numbers]], *, batches: Numbers | None = None
 ) -> Sequence[Axes]:
     """Draw the predicted time of arithmetic and messages by tokens per rank, and where they meet.
 
-    Args:
-        panels: by machine, seconds of arithmetic per token, and seconds of messages by label.
-        batches: by machine, tokens per rank to mark with a dotted line.
-        axes: one for each machine.
+    ``panels`` are, by machine, seconds of arithmetic per token, and seconds of messages by label;
+    ``batches``, by machine, tokens per rank to mark with a dotted line.
     """
-    axes = style.make_panels(axes, panels, width=4.8, height=3.4)
+    axes = style.make_panels(panels, width=4.8, height=3.4)
     for ax, (name, (a_token_s, messages_s)) in zip(axes, panels.items(), strict=True):
         equal = {label: seconds / a_token_s for label, seconds in messages_s.items()}
         batch = (batches or {}).get(name)
+        # The lines reach beyond all their crossings.
         tokens = [min(equal.values()) / 8, max(8 * max(equal.values()), 2 * (batch or 0))]
         times_ms = [each * a_token_s * 1e3 for each in tokens]
         ax.plot(tokens, times_ms, **style.PREDICTION_STYLE | {"color": style.BLUE})
@@ -234,12 +198,3 @@ def communication_break_even(
         # On a short axis matplotlib also labels minor ticks, as powers of ten.
         ax.yaxis.set_minor_formatter("")
     return axes
-
-
-def _alpha_beta_text(line: AlphaBeta) -> str:
-    alpha_us, beta_us_per_mb = line.alpha_s * 1e6, line.beta_s_per_byte * 1e12
-    return f"α + bytes x β, α = {alpha_us:.0f} µs, β = {beta_us_per_mb:.0f} µs a MB"
-
-
-def _size_text(size: float) -> str:
-    return readable_bytes(size, base=1024)

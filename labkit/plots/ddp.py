@@ -1,9 +1,10 @@
 """Figures of DDP's buckets: their gradients, what hides them, and what their size costs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -12,19 +13,21 @@ from matplotlib.patches import Patch
 from labkit import inductor
 from labkit.inductor import Bucket
 from labkit.plots import style
+from labkit.plots.style import Numbers, Runs
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
 
 IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
-HIDDEN_COLOUR = style.COLLECTIVE_COLOURS["all_reduce"]
-DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK_STYLE: dict[str, Any] = {
-    "color": WAIT_COLOUR,
-    "marker": "|",
-    "markersize": 12,
-    "markeredgewidth": 2.5,
-    "linestyle": "",
+MESSAGE_COLOURS = {
+    "arithmetic": style.ORANGE,
+    "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
+    "exposed": style.EXPOSURE_COLOUR,
 }
+BAR_STYLE: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
+DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
+TICK_STYLE = DOT_STYLE | {"color": WAIT_COLOUR, "marker": "|", "markersize": 12}
+TICK_STYLE["markeredgewidth"] = 2.5
+Span = tuple[float, float]
 # Fractions of the width: the boxes, the space after them, and a letter in a box.
 BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
 # The white outlines of more messages than this would cover the messages themselves.
@@ -38,15 +41,8 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
 
     The scale on the right counts lines of the generated program, like ``inductor.ProgramListing``.
     A dot is a kernel or a GEMM between the request and the first wait, which hides communication.
-
-    Args:
-        drawn: a run that kept its generated program as ``code`` and recorded its buckets, or the
-            buckets that ``inductor.find_buckets`` returns.
-        ax: where to draw.
-
-    Raises:
-        FileNotFoundError: rank 0 of the run kept no code.
-        ValueError: there is no bucket, or the records do not fit the code.
+    ``drawn`` is a run that kept its generated program as ``code`` and recorded its buckets, or the
+    buckets that ``inductor.find_buckets`` returns.
     """
     rows = _name_bucket_gradients(drawn) if isinstance(drawn, RunResult) else list(drawn)
     if not rows:
@@ -67,162 +63,6 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
     ax.tick_params(axis="y", length=0)
     _draw_program_order(ax, rows)
     return style.add_stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
-
-
-def backward_program(result: RunResult) -> inductor.ProgramListing:
-    """Return inductor's code for rank 0's backward pass, with the names of its buffers' contents.
-
-    Raises:
-        FileNotFoundError: rank 0 kept no code.
-    """
-    code = result.ranks[0].artifact("code")
-    buckets = _name_bucket_gradients(result)
-    names = [gradient.name for bucket in buckets for gradient in bucket.gradients]
-    return inductor.ProgramListing(code, inductor.name_buffers(code, names))
-
-
-def pass_seconds(result: RunResult) -> pandas.Series:
-    """Return the seconds of forward and backward pass of each timed step, on the slowest rank."""
-    frame = result.frame
-    spans = frame[(frame["kind"] == "span") & frame["name"].isin(["forward", "backward"])]
-    return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
-
-
-def pass_time_by_bucket_size(
-    results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None
-) -> Axes:
-    """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
-    ax = style.make_axes(ax)
-    steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
-    medians = {label: times.median() for label, times in steps.items()}
-    predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
-    top = 1.25 * max(*medians.values(), *predicted.values())
-    for column, (label, times) in enumerate(steps.items()):
-        # matplotlib leaves a label with an underscore out of the legend.
-        mark = "_" if column else ""
-        ax.bar(column, medians[label], 0.5, color=style.BLUE, label=f"{mark}median step")
-        inside = times[times <= top]
-        spread = 0.24 / max(1, len(inside) - 1)
-        places = [column - 0.12 + spread * index for index in range(len(inside))]
-        ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label=f"{mark}each step")
-        text, height = f"{medians[label]:.3g}", max(medians[label], inside.max())
-        if label in predicted:
-            expected = predicted[label]
-            style.mark_prediction(ax, column, 0.36, expected, f"{mark}predicted")
-            text += f" ({expected:.3g})"
-            height = max(height, expected)
-        style.add_note(ax, text, (column, height), (0, 4))
-        if len(inside) < len(times):
-            above = f"+{len(times) - len(inside)} above"
-            ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
-    ax.set_xticks(range(len(results)), list(results))
-    ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
-    style.add_legend_above(ax, 3)
-    return style.add_stamp(ax, results.values())
-
-
-def backward_timeline(
-    journeys_s: Sequence[tuple[float, float]],
-    backward_s: float,
-    *,
-    hidden: bool,
-    measured_s: float | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
-
-    Args:
-        journeys_s: when each bucket leaves and arrives, in seconds, as
-            ``theory.ddp.bucket_transfer_times`` gives it.
-        backward_s: seconds of the arithmetic alone.
-        hidden: whether messages overlap the arithmetic, instead of interrupting it.
-        measured_s: seconds of the backward pass on real ranks, a third bar.
-        ax: where to draw.
-    """
-    ax = style.make_axes(ax)
-    messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
-    pauses = [] if hidden else messages
-    computes_ms = 1e3 * backward_s
-    done = computes_ms + sum(arrives - leaves for leaves, arrives in pauses)
-    starts = [0.0, *(arrives for _, arrives in pauses)]
-    stops = [*(leaves for leaves, _ in pauses), done]
-    work = _nonempty_spans(zip(starts, stops, strict=True))
-    ax.broken_barh(work, (-0.3, 0.6), facecolor=style.ORANGE)
-    covered, exposed = [], []
-    for leaves, arrives in messages:
-        seam = min(arrives, computes_ms) if hidden else leaves
-        covered.append((leaves, seam))
-        exposed.append((max(leaves, seam), arrives))
-    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
-    look: dict[str, Any] = {"edgecolor": "white", "linewidth": width}
-    ax.broken_barh(_nonempty_spans(covered), (0.7, 0.6), facecolor=HIDDEN_COLOUR, **look)
-    ax.broken_barh(_nonempty_spans(exposed), (0.7, 0.6), facecolor=style.EXPOSURE_COLOUR, **look)
-    end = max([done, *(arrives for _, arrives in messages)])
-    ax.axvline(end, **style.PREDICTION_STYLE)
-    labels = ["computes", style.count_text(len(messages), "bucket")]
-    measured_ms = 1e3 * (measured_s or 0.0)
-    if measured_s is not None:
-        ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
-        text = f" {style.short_number_text(measured_ms)}"
-        ax.text(measured_ms, 2, text, va="center", fontsize=9)
-        labels.append("measured")
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set(xlim=(0, 1.12 * max(end, measured_ms)), ylim=(len(labels) - 0.5, -0.9))
-    ax.set_xlabel("since the backward pass began, ms")
-    ax.tick_params(axis="y", length=0)
-    text = f"predicted {style.short_number_text(end)}"
-    style.add_note(ax, text, (end, -0.6), (-4, 0), ha="right")
-    named = {
-        "arithmetic": style.ORANGE,
-        "hidden message": HIDDEN_COLOUR,
-        "exposed": style.EXPOSURE_COLOUR,
-    }
-    style.add_legend_above(ax, 3, style.legend_patches(named))
-    return ax
-
-
-def _nonempty_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the start and length of each span that has a length."""
-    return [(start, stop - start) for start, stop in spans if stop > start]
-
-
-def backward_time_by_bucket_size(
-    predicted_s: Mapping[str, tuple[float, float]],
-    chosen: str,
-    *,
-    measured_s: float | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
-
-    Args:
-        predicted_s: by label, seconds of arithmetic and of exposed messages.
-        chosen: the label to write in bold.
-        measured_s: seconds measured for the chosen size, drawn as a dot.
-        ax: where to draw.
-    """
-    ax = style.make_axes(ax)
-    where, measured_ms = list(predicted_s).index(chosen), 1e3 * (measured_s or 0.0)
-    rows = range(len(predicted_s))
-    work = [1e3 * arithmetic for arithmetic, _ in predicted_s.values()]
-    exposed = [1e3 * messages for _, messages in predicted_s.values()]
-    ax.barh(rows, work, 0.6, color=style.ORANGE, **style.FRAME_STYLE)
-    ax.barh(rows, exposed, 0.6, work, color=style.EXPOSURE_COLOUR, **style.FRAME_STYLE)
-    ends = [start + width for start, width in zip(work, exposed, strict=True)]
-    for row, end in enumerate(ends):
-        beside = max(end, 1.03 * measured_ms) if row == where else end
-        text = ax.text(beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9)
-        text.set_fontweight("bold" if row == where else "normal")
-    if measured_s is not None:
-        ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
-    ax.set_yticks(rows, list(predicted_s))
-    ax.get_yticklabels()[where].set_fontweight("bold")
-    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max(*ends, measured_ms)))
-    title = "by size of bucket" + (", dot: measured" if measured_s else "")
-    ax.set_title(title, fontsize=9, loc="left")
-    ax.tick_params(axis="y", length=0)
-    ax.invert_yaxis()
-    return ax
 
 
 def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
@@ -250,13 +90,12 @@ def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> Non
 def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
     """Draw beside the boxes, by line of the program, each request, what hides it, and its waits."""
     left = BOXES_SHARE + BOXES_GAP
-    order = ax.inset_axes((left, 0, 1 - left, 1), sharey=ax)
-    bar: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
+    order: Any = ax.inset_axes((left, 0, 1 - left, 1), sharey=ax)
     for row, bucket in enumerate(rows):
         asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
         waits = [line.number for line in bucket.waits]
         until = max([asked, *waits, *hidden_by]) + 1
-        order.barh(row, until - asked, left=asked, height=0.3, **bar)
+        order.barh(row, until - asked, left=asked, height=0.3, **BAR_STYLE)
         order.plot(hidden_by, [row] * len(hidden_by), **DOT_STYLE)
         order.plot(waits, [row] * len(waits), **TICK_STYLE)
         text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
@@ -266,19 +105,23 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
     order.tick_params(axis="y", length=0, labelleft=False)
     order.set_xlim(1, order.get_xlim()[1])
     order.set_xlabel("line of the generated program")
-    handles = [
-        Patch(label="on its way", **bar),
-        Line2D([], [], label="compute", **DOT_STYLE),
-        Line2D([], [], label="wait", **TICK_STYLE),
-    ]
-    style.add_legend_above(order, 3, handles, fontsize=8, handlelength=1.2, columnspacing=1.0)
+    handles: list[Any] = [Patch(label="on its way", **BAR_STYLE)]
+    for label, look in {"compute": DOT_STYLE, "wait": TICK_STYLE}.items():
+        handles.append(Line2D([], [], label=label, **look))
+    style.add_legend_above(order, 3, handles, **style.SMALL_LEGEND)
+
+
+def backward_program(result: RunResult) -> inductor.ProgramListing:
+    """Return inductor's code for rank 0's backward pass, with names for its buffers' contents."""
+    code, buckets = result.ranks[0].artifact("code"), _name_bucket_gradients(result)
+    names = [gradient.name for bucket in buckets for gradient in bucket.gradients]
+    return inductor.ProgramListing(code, inductor.name_buffers(code, names))
 
 
 def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     """Return the buckets of rank 0's program with the names that the run recorded."""
     found = inductor.find_buckets(result.ranks[0].artifact("code"))
-    frame = result.frame
-    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")]
+    records = result.frame.query("rank == 0 and kind == 'bucket'")
     records = records.drop_duplicates(["index", "name"], keep="last")
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
     if coded != list(zip(records["index"], records["bytes"], strict=True)):
@@ -292,3 +135,121 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
         gradients = tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients)
         named.append(replace(bucket, gradients=gradients))
     return named
+
+
+def pass_seconds(result: RunResult) -> pandas.Series:
+    """Return the seconds of forward and backward pass of each timed step, on the slowest rank."""
+    spans = result.frame.query("kind == 'span' and name in ['forward', 'backward']")
+    return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
+
+
+def pass_time_by_bucket_size(
+    results: Runs, predicted_s: Numbers, *, ax: Axes | None = None
+) -> Axes:
+    """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
+    ax = style.make_axes(ax)
+    steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
+    medians = [times.median() for times in steps.values()]
+    predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
+    top = 1.25 * max(*medians, *predicted.values())
+    bars = ax.bar(range(len(results)), medians, 0.5, color=style.BLUE, label="median step")
+    for column, (label, times) in enumerate(steps.items()):
+        inside = times[times <= top]
+        reach = 0.12 if len(inside) > 1 else 0.0
+        places = column - 0.12 + numpy.linspace(0, 2 * reach, len(inside))
+        (dots,) = ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label="each step")
+        text, height = f"{medians[column]:.3g}", max(medians[column], inside.max())
+        if label in predicted:
+            expected = predicted[label]
+            style.mark_prediction(ax, column, 0.36, expected)
+            text += f" ({expected:.3g})"
+            height = max(height, expected)
+        style.add_note(ax, text, (column, height), (0, 4))
+        if len(inside) < len(times):
+            above = f"+{len(times) - len(inside)} above"
+            ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
+    ax.set_xticks(range(len(results)), list(results))
+    ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
+    style.add_legend_above(ax, 3, [dots, style.prediction_handle("predicted"), bars])
+    return style.add_stamp(ax, results.values())
+
+
+def backward_timeline(
+    journeys_s: Sequence[Span],
+    backward_s: float,
+    *,
+    hidden: bool,
+    measured_s: float = 0.0,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
+
+    Args:
+        journeys_s: when each bucket leaves and arrives, as ``theory.ddp.bucket_transfer_times``
+            gives it.
+        backward_s: seconds of the arithmetic alone.
+        hidden: whether messages overlap the arithmetic, instead of interrupting it.
+        measured_s: seconds of the backward pass on real ranks, a third bar.
+        ax: where to draw.
+    """
+    ax = style.make_axes(ax)
+    messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
+    pauses = [] if hidden else messages
+    done = 1e3 * backward_s + sum(arrives - leaves for leaves, arrives in pauses)
+    starts, stops = [0.0, *(end for _, end in pauses)], [*(start for start, _ in pauses), done]
+    # A message is exposed from its seam on.
+    seams = [min(arrives, done) if hidden else leaves for leaves, arrives in messages]
+    covered = [(leaves, seam) for (leaves, _), seam in zip(messages, seams, strict=True)]
+    exposed = [(max(each[0], seam), each[1]) for each, seam in zip(messages, seams, strict=True)]
+    end, measured_ms = max(done, *(arrives for _, arrives in messages)), 1e3 * measured_s
+    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
+    work = list(zip(starts, stops, strict=True))
+    rows = ((work, -0.3), (covered, 0.7), (exposed, 0.7))
+    for (spans, top), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
+        lengths = [(start, stop - start) for start, stop in spans if stop > start]
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": width if top > 0 else 0.0}
+        ax.broken_barh(lengths, (top, 0.6), facecolor=colour, **look)
+    ax.axvline(end, **style.PREDICTION_STYLE)
+    labels = ["computes", style.count_text(len(messages), "bucket")]
+    if measured_s:
+        ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
+        text = f" {style.short_number_text(measured_ms)}"
+        ax.text(measured_ms, 2, text, va="center", fontsize=9)
+        labels.append("measured")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set(xlim=(0, 1.12 * max(end, measured_ms)), ylim=(len(labels) - 0.5, -0.9))
+    ax.set_xlabel("since the backward pass began, ms")
+    ax.tick_params(axis="y", length=0)
+    text = f"predicted {style.short_number_text(end)}"
+    style.add_note(ax, text, (end, -0.6), (-4, 0), ha="right")
+    style.add_legend_above(ax, 3, style.legend_patches(MESSAGE_COLOURS))
+    return ax
+
+
+def backward_time_by_bucket_size(
+    predicted_s: Mapping[str, Span], chosen: str, *, measured_s: float = 0.0, ax: Axes | None = None
+) -> Axes:
+    """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
+
+    The label ``chosen`` is bold; ``measured_s``, the time measured for it, is a dot.
+    """
+    ax = style.make_axes(ax)
+    where, measured_ms = list(predicted_s).index(chosen), 1e3 * measured_s
+    ends = [1e3 * sum(seconds) for seconds in predicted_s.values()]
+    for row, ((work_s, exposed_s), end) in enumerate(zip(predicted_s.values(), ends, strict=True)):
+        parts = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
+        style.draw_stack(ax.barh, row, parts, MESSAGE_COLOURS, **style.FRAME_STYLE)
+        beside = max(end, 1.03 * measured_ms) if row == where else end
+        weight = "bold" if row == where else "normal"
+        text = f" {style.short_number_text(end)}"
+        ax.text(beside, row, text, va="center", fontsize=9, fontweight=weight)
+    if measured_s:
+        ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
+    ax.set_yticks(range(len(ends)), list(predicted_s))
+    ax.get_yticklabels()[where].set_fontweight("bold")
+    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max(*ends, measured_ms)))
+    title = "by size of bucket" + (", dot: measured" if measured_s else "")
+    ax.set_title(title, fontsize=9, loc="left")
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    return ax

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.plots.spatial import FRAME_GAP, shard_panels
+from labkit.plots.style import Numbers, Point, Runs
 from labkit.runs.result import RunResult
 
 ROW_COLOURS = {
@@ -39,15 +40,10 @@ def encoding_colour(label: str) -> str:
 
 
 class TensorLife(NamedTuple):
-    """A tensor that exists for a part of each gather.
+    """A tensor of one row of ``ROW_COLOURS`` that exists for a part of each gather.
 
-    Attributes:
-        row: a key of ``ROW_COLOURS``.
-        start: the moment of ``GATHER_MOMENTS`` at whose beginning it is allocated.
-        end: the moment at whose end it is freed.
-        shares: the row whose memory it shares; "" for memory of its own.
-        first: its text in the first gather.
-        again: its text in every later one.
+    It lives from the beginning of the moment ``start`` to the end of ``end``, in the memory of the
+    row ``shares`` ("" for its own). Its text is ``first`` in the first gather and ``again`` later.
     """
 
     row: str
@@ -87,10 +83,9 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     _draw_tensor_life(ax, "local shard", 0, len(moments), "", text)
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
         offset = 1 + call * (count + 1)
-        for row, born, freed, shares, first, again in TENSOR_LIVES[extension]:
-            start = offset + GATHER_MOMENTS.index(born)
-            end = offset + GATHER_MOMENTS.index(freed) + 1
-            _draw_tensor_life(ax, row, start, end, shares, again if call else first)
+        for row, born, freed, shares, *texts in TENSOR_LIVES[extension]:
+            start, end = (offset + GATHER_MOMENTS.index(each) for each in (born, freed))
+            _draw_tensor_life(ax, row, start, end + 1, shares, texts[call])
         ax.axvline(offset + count, color="black", lw=1, zorder=0)
         ax.text(offset + count / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
         ax.text(offset + count + 0.5, 2, "freed\nby FSDP", fontsize=8, **style.CENTRED)
@@ -101,26 +96,23 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
     shared: dict[str, Any] = {"facecolor": "white", "edgecolor": style.GREY, "hatch": "////"}
-    handles = [
-        Patch(color=style.GREY, label="memory of its own"),
-        Patch(label="the memory of the row that has this colour", **shared),
-    ]
+    handles = style.legend_patches({"memory of its own": style.GREY})
+    handles.append(Patch(label="the memory of the row that has this colour", **shared))
     look: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "frameon": False, "fontsize": 8}
     ax.legend(handles=handles, loc="upper center", ncols=2, **look)
     return ax
 
 
 def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:
-    position = list(ROW_COLOURS).index(row)
-    look: dict[str, Any] = {"facecolor": ROW_COLOURS[row], "linewidth": 1}
+    position, colour = list(ROW_COLOURS).index(row), ROW_COLOURS[row]
+    look: dict[str, Any] = {"facecolor": colour, "linewidth": 1}
     if shares:
         look |= {"facecolor": "white", "edgecolor": ROW_COLOURS[shares], "hatch": "////"}
     style.add_box(ax, start, position - 0.4, end - start, 0.8, **look)
     said = ax.text((start + end) / 2, position, text, fontsize=8, **style.CENTRED)
+    said.set_color(style.text_colour(look["facecolor"]))
     if shares:
         said.set_bbox({"color": "white", "pad": 1.5})
-    elif row in ("local shard", "parameter"):  # the dark colours
-        said.set_color("white")
 
 
 def shard_padding(
@@ -144,22 +136,17 @@ def shard_padding(
 
 
 def error_by_bytes(
-    results: Mapping[str, RunResult],
+    results: Runs,
     *,
-    bounds: Mapping[str, float] | None = None,
+    bounds: Numbers | None = None,
     error: Literal["largest", "rms"] = "largest",
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the error of the gathered weights by the bytes gathered in a step, one point per run.
 
-    Args:
-        results: runs of allgather_extensions; the bytes are fractions of those of "fp32".
-        bounds: the errors that theory allows, by label, drawn as dashed lines.
-        error: the largest error over the largest weight, or the RMS error over the weights' RMS.
-        ax: where to draw.
-
-    Raises:
-        ValueError: there is no run "fp32" to compare with.
+    The results are runs of allgather_extensions, and the bytes fractions of those of "fp32".
+    ``bounds``, the errors that theory allows, are dashed. ``error`` is the largest error over the
+    largest weight, or the RMS error over the weights' RMS.
     """
     if "fp32" not in results:
         raise ValueError(
@@ -171,8 +158,7 @@ def error_by_bytes(
     value, what = ERROR_KINDS[error]
     for label, result in results.items():
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
-        colour = encoding_colour(label)
-        ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
+        ax.plot(sent, found, "o", color=encoding_colour(label), ms=8, clip_on=False, zorder=3)
         # Below an error of 0 the label would lie on the axis.
         shift = (0, 20 if found == 0 else -20)
         style.add_note(ax, f"{label}\n{found:.2g}", (sent, found), shift, va="center")
@@ -184,32 +170,9 @@ def error_by_bytes(
     ax.set(xlabel="bytes gathered in a step, as a part of float32's", ylabel=what)
     handles = ax.plot([], [], "o", color=style.GREY, label="measured")
     if bounds:
-        handles += ax.plot([], [], label="theory: at most", **style.PREDICTION_STYLE)
+        handles.append(style.prediction_handle("theory: at most"))
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
-
-
-def gather_byte_bars(
-    predicted: Mapping[str, Mapping[str, float]],
-    measured: Mapping[str, float] | None = None,
-    *,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw what a rank contributes to the all-gathers of a step, in MB, one bar per label.
-
-    ``predicted`` are bytes of ``numbers`` and ``scales`` by label, ``measured`` bytes in total.
-    """
-    ax = style.make_axes(ax, 4.0, 3.6)
-    parts = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
-    beside = {label: {"measured": size} for label, size in (measured or {}).items()}
-    legend = {}
-    for name, colour in parts.items():
-        if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values())):
-            legend[name] = colour
-    style.draw_bar_stacks(ax, predicted, beside, parts, 1e6, legend, columns=2)
-    ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
-    ax.set_ylabel("handed to the all-gathers of a step, MB")
-    return ax
 
 
 def error_histogram(
@@ -218,94 +181,77 @@ def error_histogram(
     measured: float | None = None,
     *,
     label: str = "",
-    result: RunResult | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the distribution of the errors of gathered weights, in percent.
 
-    Args:
-        errors: the error of each weight, over the largest weight of its parameter.
-        bound: the largest error that theory allows.
-        measured: the largest error in a run.
-        label: the encoding, which sets the colour.
-        result: the run, for the stamp.
-        ax: where to draw.
+    An error is relative to the largest weight of its parameter. ``bound`` is the largest that
+    theory allows, ``measured`` the largest in a run; the encoding ``label`` sets the colour.
     """
     ax = style.make_axes(ax, 5.0, 3.6)
+    # In percent, and a little beyond the bound; without rounding there is no bound.
     side = 115 * (bound or 0.001)
     shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
-    tops, steps = numpy.repeat(100 * shares / errors.size, 2), numpy.repeat(edges, 2)[1:-1]
-    ax.fill_between(steps, tops, color=encoding_colour(label), alpha=0.45, lw=0)
+    shares = 100 * shares / errors.size
+    look: dict[str, Any] = {"color": encoding_colour(label), "alpha": 0.45, "lw": 0}
+    ax.fill_between(edges, [*shares, 0.0], step="post", **look)
     found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
-    lines = {"theory": (bound, style.PREDICTION_STYLE), "measured": (measured, found)}
-    for source, (line, look) in lines.items():
+    lines = (("theory", bound, style.PREDICTION_STYLE), ("measured", measured, found))
+    for source, line, look in lines:
         if line is not None:
             ax.axvline(-100 * line, **look)
             ax.axvline(100 * line, label=f"{source}: at most {100 * line:.3g} %", **look)
-    ax.set(xlim=(-side, side), ylim=(0, 1.05 * tops.max()), ylabel="share of the weights, %")
+    ax.set(xlim=(-side, side), ylim=(0, 1.05 * shares.max()), ylabel="share of the weights, %")
     ax.locator_params(axis="x", nbins=7)
     ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
     style.add_legend_above(ax, 2)
-    return style.add_stamp(ax, [result] if result else [])
+    return ax
 
 
-def gather_costs(
-    results: Mapping[str, RunResult],
-    *,
-    predicted: Mapping[str, float],
-    axes: Sequence[Axes] | None = None,
-) -> Sequence[Axes]:
+def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
     """Draw two panels, one bar per run: time to gather all units once, and the bytes then held.
 
     The results are runs of allgather_extensions; ``predicted`` are bytes held, by label.
     """
-    axes = axes or style.make_row(2, 9.5, 3.6)
-    for ax in axes:
-        style.make_axes(ax)
-        ax.set_xticks(range(len(results)), list(results), fontsize=9)
-    gathered = style.COLLECTIVE_COLOURS["all_gather"]
-    held_colour = style.MEMORY_COLOURS["gathered parameters"]
+    axes = style.make_row(2, 9.5, 3.6)
+    colours = {
+        "in the hooks: encode and decode": style.GREY,
+        "the rest of the gather": style.COLLECTIVE_COLOURS["all_gather"],
+    }
+    held_colours = {"measured": style.MEMORY_COLOURS["gathered parameters"]}
     for column, (label, result) in enumerate(results.items()):
         took, coding = result.value("gather_ms"), result.value("hooks_ms")
-        axes[0].bar(column, coding, 0.6, color=style.GREY)
-        axes[0].bar(column, took - coding, 0.6, coding, color=gathered)
-        held = result.value("held_bytes") / 1e6
-        axes[1].bar(column, held, 0.6, color=held_colour)
+        parts = dict(zip(colours, (coding, took - coding), strict=True))
+        held = {"measured": result.value("held_bytes") / 1e6}
         style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
-        for ax, height in zip(axes, (took, held), strict=True):
+        for ax, sizes, tints in zip(axes, (parts, held), (colours, held_colours), strict=True):
+            height = style.draw_stack(ax.bar, column, sizes, tints)
             style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
-    meanings = {
-        "in the hooks: encode and decode": style.GREY,
-        "the rest of the gather": gathered,
-    }
-    style.add_legend_above(axes[0], 2, style.legend_patches(meanings))
-    handles = style.legend_patches({"measured": held_colour})
-    handles += axes[1].plot([], [], label="predicted", **style.PREDICTION_STYLE)
+    handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
+    style.add_legend_above(axes[0], 2, style.legend_patches(colours))
     style.add_legend_above(axes[1], 2, handles)
     axes[0].set_ylabel("gathering all units once, ms")
     axes[1].set_ylabel("held while they compute, MB")
     for ax in axes:
+        style.make_axes(ax).set_xticks(range(len(results)), list(results), fontsize=9)
         ax.margins(y=0.12)
     style.add_stamp(axes[0], results.values())
     return axes
 
 
 def gather_time_by_bandwidth(
-    seconds: Mapping[str, tuple[float, float]],
+    seconds: Mapping[str, Point],
     *,
-    machines: Mapping[str, float],
-    measured: Mapping[str, tuple[float, float]] | None = None,
+    machines: Numbers,
+    measured: Mapping[str, Point] | None = None,
     results: Iterable[RunResult] = (),
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the predicted time of gathers by bandwidth, one line per encoding.
 
-    Args:
-        seconds: by encoding, the bytes that a rank sends, and seconds to encode and decode.
-        machines: bandwidths to mark, in bytes per second, by name.
-        measured: by encoding, a bandwidth and the seconds measured there.
-        results: the measured runs, for the stamp.
-        ax: where to draw.
+    ``seconds`` are, by encoding, the bytes that a rank sends, and seconds to encode and decode;
+    ``machines`` bandwidths to mark, in bytes per second; ``measured``, by encoding, a bandwidth and
+    the seconds that ``results`` measured there.
     """
     ax = style.make_axes(ax, 5.2, 3.6)
     low, high = min(machines.values()) / 10, max(machines.values()) * 10

@@ -1,17 +1,25 @@
-"""Colours, units, legends and the stamp that all figures share."""
+"""Colours, units, bars, legends and the stamp that all figures share."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Annotation
 
 from labkit.runs import result
 from labkit.runs.result import RunResult
+
+Runs = Mapping[str, RunResult]  # by label
+Numbers = Mapping[str, float]
+Stacks = Mapping[str, Numbers]  # by label and part
+Colours = Mapping[str, Any]
+Point = tuple[float, float]
 
 # Okabe and Ito's palette ("Color Universal Design", 2008): distinct in print and to the
 # colour-blind.
@@ -34,11 +42,13 @@ PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
 COLLECTIVE_COLOURS = {"all_gather": SKY, "reduce_scatter": GREEN, "all_reduce": YELLOW}
 EXPOSURE_COLOUR = VERMILION
 
+# Dashed lines and frames are reserved for predictions.
 PREDICTION_STYLE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.3}
 FRAME_STYLE: dict[str, Any] = {"edgecolor": "black", "linestyle": "--", "linewidth": 0.8}
 GUIDE_STYLE: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": ":"}
 CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 ON_TOP: dict[str, Any] = {"ha": "center", "va": "bottom"}
+SMALL_LEGEND: dict[str, Any] = {"fontsize": 8, "handlelength": 1.2, "columnspacing": 1.0}
 
 
 def rank_colour(rank: int) -> str:
@@ -51,10 +61,16 @@ def mix_with_white(colour: str, strength: float = 0.35) -> tuple[float, ...]:
     return tuple(strength * channel + 1 - strength for channel in to_rgb(colour))
 
 
-def memory_colours_in_use(sizes: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colours of the memory categories that some of ``sizes`` has bytes of."""
-    used = {name for each in sizes for name, size in each.items() if size}
-    return {name: colour for name, colour in MEMORY_COLOURS.items() if name in used}
+def text_colour(background: Any) -> str:
+    """Return the colour of text that can be read on ``background``."""
+    red, green, blue = to_rgb(background)
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+
+
+def colours_in_use(colours: Colours, drawn: Iterable[Numbers]) -> Colours:
+    """Return those ``colours`` whose part is not 0 in all of ``drawn``."""
+    used = {name for parts in drawn for name, size in parts.items() if size}
+    return {name: colour for name, colour in colours.items() if name in used}
 
 
 def make_axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
@@ -71,20 +87,23 @@ def make_row(count: int, width: float, height: float, **look: Any) -> list[Axes]
     return list(pyplot.subplots(1, count, **look)[1][0])
 
 
-def make_panels(
-    given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float
-) -> list[Axes]:
-    """Return one titled Axes per name: those given, or new ones of this size in inches."""
+def make_panels(names: Iterable[str], width: float, height: float) -> list[Axes]:
+    """Return a row of new Axes, one per name, each of this size in inches with its title."""
     names = list(names)
-    axes = list(given or make_row(len(names), width * len(names), height))
+    axes = make_row(len(names), width * len(names), height)
     for ax, name in zip(axes, names, strict=True):
         make_axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
     return axes
 
 
-def legend_patches(colours: Mapping[str, str]) -> list[Any]:
-    """Return one legend handle per label."""
-    return [Patch(color=colour, label=label) for label, colour in colours.items()]
+def legend_patches(colours: Colours) -> list[Any]:
+    """Return one legend handle per label, with hyphens for underscores."""
+    return [Patch(color=colours[name], label=name.replace("_", "-")) for name in colours]
+
+
+def prediction_handle(label: str) -> Any:
+    """Return a dashed line for the legend."""
+    return Line2D([], [], label=label, **PREDICTION_STYLE)
 
 
 def add_legend_above(
@@ -95,29 +114,45 @@ def add_legend_above(
     ax.legend(loc="lower center", bbox_to_anchor=(middle, 1.0), ncols=columns, **look)
 
 
-def add_note(
-    ax: Axes, text: str, point: tuple[float, float], shift: tuple[float, float], **look: Any
-) -> Annotation:
+def add_figure_legend(ax: Axes, side: str, colours: Colours, fontsize: float) -> None:
+    """Add one legend for all panels of the figure of ``ax``, at its "upper" or "lower" side."""
+    look: dict[str, Any] = {"ncols": len(colours), "frameon": False, "fontsize": fontsize}
+    ax.figure.legend(handles=legend_patches(colours), loc=f"outside {side} center", **look)
+
+
+def add_note(ax: Axes, text: str, point: Point, shift: Point, **look: Any) -> Annotation:
     """Write ``text`` at ``point``, moved by ``shift``, in points of the figure."""
     look = {"ha": "center", "fontsize": 9, **look}
     return ax.annotate(text, point, shift, textcoords="offset points", **look)
 
 
-def add_box(
-    ax: Axes, left: float, top: float, width: float, height: float, **look: Any
-) -> Rectangle:
+def draw_arrow(ax: Axes, start: Point, end: Point, head: str = "->", lw: float = 1) -> None:
+    """Draw an arrow from ``start`` to ``end``."""
+    ax.annotate("", end, start, arrowprops={"arrowstyle": head, "lw": lw})
+
+
+def add_box(ax: Axes, left: float, top: float, width: float, height: float, **look: Any) -> None:
     """Add a rectangle, filled and with a white edge by default."""
-    box = Rectangle((left, top), width, height, **{"edgecolor": "white", **look})
-    ax.add_patch(box)
-    return box
+    ax.add_patch(Rectangle((left, top), width, height, **{"edgecolor": "white", **look}))
 
 
-def mark_prediction(
-    ax: Axes, middle: float, reach: float, value: float, label: str | None = None, **look: Any
-) -> Any:
+def draw_cells(
+    ax: Axes, numbers: Any, corner: Point, colour: Any, size: Point = (1.0, 1.0), **look: Any
+) -> None:
+    """Draw a matrix of numbers from its upper left ``corner``, each in a box of this size."""
+    width, height = size
+    for (row, column), number in numpy.ndenumerate(numpy.atleast_2d(numbers)):
+        x, y, text = corner[0] + column * width, corner[1] + row * height, f"{number:g}"
+        add_box(ax, x, y, width, height, facecolor=colour, **look)
+        said = ax.text(x + width / 2, y + height / 2, text, **CENTRED)
+        said.set_color(text_colour(colour))
+        # A cell is little wider than three digits.
+        said.set_fontsize(8.5 if len(text) < 4 else 7.5)
+
+
+def mark_prediction(ax: Axes, middle: float, reach: float, value: float, **look: Any) -> Any:
     """Draw a dashed line across the bar at ``middle`` and return it."""
-    look = PREDICTION_STYLE | look
-    return ax.plot([middle - reach, middle + reach], [value] * 2, label=label, **look)[0]
+    return ax.plot([middle - reach, middle + reach], [value] * 2, **PREDICTION_STYLE | look)[0]
 
 
 def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
@@ -127,49 +162,73 @@ def draw_limit(ax: Axes, name: str, value: float, unit: str) -> None:
     add_note(ax, f"{name}\n{value:.3g} {unit}", (1, value), (3, 0), **look)
 
 
+def draw_stack(
+    draw: Any, place: float, parts: Numbers, colours: Colours, width: float = 0.6, **look: Any
+) -> float:
+    """Stack parts in the order of ``colours``, by ``ax.bar`` or ``ax.barh``; return the end."""
+    end = 0.0
+    for name, colour in colours.items():
+        if name in parts:
+            draw(place, parts[name], width, end, facecolor=colour, **look)
+            end += parts[name]
+    return end
+
+
+def draw_rows(ax: Axes, rows: Stacks, colours: Colours, texts: Iterable[str], **look: Any) -> None:
+    """Draw a bar across for each label, from the top down, with a text at its end."""
+    for row, (parts, text) in enumerate(zip(rows.values(), texts, strict=True)):
+        end = draw_stack(ax.barh, row, parts, colours, **look)
+        ax.text(end, row, f"  {text}", va="center", fontsize=9)
+    ax.set(yticks=range(len(rows)), yticklabels=list(rows))
+    ax.invert_yaxis()
+
+
 def draw_bar_stacks(
     ax: Axes,
-    predicted: Mapping[str, Mapping[str, float]],
-    measured: Mapping[str, Mapping[str, float]],
-    colours: Mapping[str, str],
+    predicted: Stacks,
+    measured: Stacks,
+    colours: Colours,
     size: float,
-    legend: Mapping[str, str],
-    columns: int,
+    *,
+    legend: Colours | None = None,
+    columns: int = 0,
 ) -> None:
     """Draw stacked bars, one per label, with their sums on top: predicted left, measured right.
 
-    Beside measured bars, predicted ones are pale in a dashed frame.
-
-    Args:
-        ax: where to draw.
-        predicted: bytes by label and part.
-        measured: bytes by label and part.
-        colours: the parts' colours, from the bottom up.
-        size: bytes in the unit of the axis.
-        legend: colours by their meaning.
-        columns: columns of the legend.
+    Beside measured bars, predicted ones are pale in a dashed frame. ``size`` is the unit of the
+    axis. The legend has this many ``columns``, and by default the parts in use.
     """
     labels = list(dict.fromkeys([*predicted, *measured]))
+    solid: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+    pale = {name: (colour, 0.45) for name, colour in colours.items()}
+    framed = bool(predicted and measured)
     for column, label in enumerate(labels):
         offset = 0.2 if label in predicted and label in measured else 0.0
-        for side, drawn in ((-1, predicted), (1, measured)):
+        for side, drawn in ((-offset, predicted), (offset, measured)):
             if label not in drawn:
                 continue
-            place, top = column + side * offset, 0.0
-            for part, colour in colours.items():
-                height = drawn[label].get(part, 0) / size
-                look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
-                if drawn is predicted and measured:
-                    look = {"facecolor": (colour, 0.45)} | FRAME_STYLE
-                ax.bar(place, height, 0.36, top, **look)
-                top += height
-            ax.text(place, top, f"{top:.3g}", fontsize=8, **ON_TOP)
+            parts = {name: amount / size for name, amount in drawn[label].items()}
+            tints, look = (pale, FRAME_STYLE) if framed and drawn is predicted else (colours, solid)
+            top = draw_stack(ax.bar, column + side, parts, tints, 0.36, **look)
+            ax.text(column + side, top, f"{top:.3g}", fontsize=8, **ON_TOP)
     ax.set_xticks(range(len(labels)), labels)
-    handles = legend_patches(legend)
-    if predicted and measured:
-        look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
-        handles.append(Patch(label="predicted", **look))
-    add_legend_above(ax, columns, handles)
+    # Panels of one figure may share a legend instead.
+    if columns:
+        shown = colours_in_use(colours, [*predicted.values(), *measured.values()])
+        handles = legend_patches(shown if legend is None else legend)
+        if framed:
+            look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
+            handles.append(Patch(label="predicted", **look))
+        add_legend_above(ax, columns, handles)
+
+
+def frame_predictions(ax: Axes) -> None:
+    """Give every bar the dashed frame of a prediction."""
+    for bar in ax.patches:
+        bar.set(**FRAME_STYLE)
+        # The frame of an empty part would be a line across the stack.
+        if not bar.get_extents().height:
+            bar.set_linewidth(0.0)
 
 
 def short_number_text(value: float) -> str:

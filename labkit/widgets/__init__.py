@@ -4,23 +4,17 @@ They do no maths: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See e
 """
 
 import importlib
-import inspect
 import pkgutil
 
 from labkit.widgets.explorer import Explorer
 
-
-def _find_explorers() -> dict[str, type[Explorer]]:
-    # A lab only adds its file; nothing else lists the explorers.
-    found: dict[str, type[Explorer]] = {}
-    for each in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{each.name}")
-        for name, value in inspect.getmembers(module, inspect.isclass):
-            own = value.__module__ == module.__name__
-            if own and issubclass(value, Explorer) and value is not Explorer:
-                found[name] = value
-    return found
-
-
-globals().update(_find_explorers())
-__all__ = sorted(_find_explorers())
+# A lab only adds its file; nothing else lists the explorers.
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
+_found = {
+    kind.__name__: kind
+    for kind in Explorer.__subclasses__()
+    if kind.__module__.startswith(__name__)
+}
+globals().update(_found)
+__all__ = sorted(_found)

@@ -1,6 +1,5 @@
 """Explorer of lab 4: what DDP's bucket size does to the messages of a backward pass."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
@@ -11,7 +10,7 @@ from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # The * is DDP's default, whose first bucket closes at 1 MiB.
 BUCKET_SIZES_MB = {
@@ -22,6 +21,8 @@ BUCKET_SIZES_MB = {
     "25 MiB*": 25.0,
     "100 MiB": 100.0,
 }
+NETWORKS = {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)}
+CARRIERS = {"the computing core": False, "a network card": True}
 
 
 class BucketExplorer(Explorer):
@@ -29,18 +30,12 @@ class BucketExplorer(Explorer):
 
     title = "Which gradients travel together, and what hides them?"
     controls: ClassVar = {
-        "network": Control(
-            "layers",
-            {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)},
-            (100, 64),
-        ),
+        "network": Control("layers", NETWORKS, (100, 64)),
         "bucket_mb": Control("bucket", BUCKET_SIZES_MB, 0.1),
         "alpha_us": Control("alpha, µs a message", (5, 20, 100, 400), 100),
         "gb_per_s": Control("1 / beta, GB/s", (1, 2, 10, 100), 2),
         "backward_ms": Control("arithmetic, ms", (2, 5, 20), 5),
-        "hidden": Control(
-            "messages are carried by", {"the computing core": False, "a network card": True}, False
-        ),
+        "hidden": Control("messages are carried by", CARRIERS, False),
     }
     formulas = (theory.bucket_plan, theory.bucket_transfer_times, theory.smallest_bucket_bytes)
     tolerances: ClassVar = {"backward_ms": 1 / 3}
@@ -49,28 +44,20 @@ class BucketExplorer(Explorer):
     def predict(self, **chosen: Any) -> dict[str, float]:
         layers, dim = chosen["network"]
         buckets = theory.chain_buckets(dim, chosen["bucket_mb"], layers=layers)
-        return {
-            "all_reduce_count": len(buckets),
-            "all_reduce_bytes": sum(sum(each.values()) for each in buckets),
-        }
+        size = sum(sum(each.values()) for each in buckets)
+        return {"all_reduce_count": len(buckets), "all_reduce_bytes": size}
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
-        drawn, measured_s, source = chosen, None, "costs as chosen"
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
+        drawn, measured_s, source = chosen, 0.0, "costs as chosen"
         if result is not None:
             drawn = chosen | _costs_from_run(result)
             measured_s, source = result.value("backward_ms") / 1e3, "costs measured by this run"
-        backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
         margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
+        backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
         journeys = _bucket_transfer_times(**drawn)
         plots.backward_timeline(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
@@ -101,21 +88,17 @@ class BucketExplorer(Explorer):
         return labkit.run("ddp_compile", nproc=2, mode="ddp", steps=8, costs=True, **sizes)
 
 
-def _bucket_transfer_times(**values: Any) -> list[tuple[float, float]]:
-    """Return when each bucket leaves and arrives, in seconds; ``values`` are those of controls."""
-    layers, dim = values["network"]
-    return theory.backward_transfer_times(
-        dim,
-        layers,
-        values["bucket_mb"],
-        backward_s=values["backward_ms"] / 1e3,
-        network=AlphaBeta(values["alpha_us"] / 1e6, 1e-9 / values["gb_per_s"]),
-        hidden=values["hidden"],
-    )
+def _bucket_transfer_times(**drawn: Any) -> list[tuple[float, float]]:
+    """Return when each bucket leaves and arrives, in seconds."""
+    layers, dim = drawn["network"]
+    network = AlphaBeta(drawn["alpha_us"] / 1e6, 1e-9 / drawn["gb_per_s"])
+    backward_s, how = drawn["backward_ms"] / 1e3, {"network": network, "hidden": drawn["hidden"]}
+    size_mb = drawn["bucket_mb"]
+    return theory.backward_transfer_times(dim, layers, size_mb, backward_s=backward_s, **how)
 
 
-def _backward_end_s(**values: Any) -> float:
-    return max(values["backward_ms"] / 1e3, _bucket_transfer_times(**values)[-1][1])
+def _backward_end_s(**drawn: Any) -> float:
+    return max(drawn["backward_ms"] / 1e3, _bucket_transfer_times(**drawn)[-1][1])
 
 
 def _costs_from_run(result: RunResult) -> dict[str, float]:

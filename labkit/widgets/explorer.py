@@ -2,11 +2,9 @@
 
 An explorer says what theory predicts for the chosen values, how to draw that, and which run
 measures it. This module redraws whenever a control changes and runs in a thread, so that the
-controls and *cancel* still respond. Measurements stay with the values that they were made for.
-
-Controls are native buttons and selections, with labels for screen readers, and work by keyboard.
-Without a front end that shows widgets (papermill, nbconvert, nbval) an explorer is the figure of
-its defaults.
+controls and *cancel* still respond. Controls are native buttons and selections, with labels for
+screen readers, and work by keyboard. Without a front end that shows widgets (papermill, nbconvert,
+nbval) an explorer is the figure of its defaults.
 """
 
 import base64
@@ -30,21 +28,20 @@ from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
+from labkit.plots.style import Numbers
 from labkit.runs.result import RunResult
 
 # Set in the kernels of a Jupyter server's session, of VS Code, and of Colab.
 FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
-# With more values than this, a list is shown instead of buttons.
-MAX_BUTTONS = 6
+# With more values, or more letters, than this, a list is shown instead of buttons.
+MAX_BUTTONS, MAX_LETTERS = 6, 40
 DPI = 100
+
+Measured = RunResult | None
 
 
 def can_show_widgets() -> bool:
-    """Return whether a front end can show widgets; LABKIT_WIDGETS=1 or 0 overrides the guess.
-
-    Raises:
-        ParameterError: LABKIT_WIDGETS is neither.
-    """
+    """Return whether a front end can show widgets; LABKIT_WIDGETS=1 or 0 overrides the guess."""
     said = os.environ.get(ENV_WIDGETS)
     if said not in (None, "", "0", "1"):
         raise ParameterError(
@@ -58,18 +55,12 @@ def can_show_widgets() -> bool:
 
 @dataclass(frozen=True)
 class Control:
-    """A setting that the reader can change.
+    """A setting that the reader can change."""
 
-    Attributes:
-        label: what it sets, with its unit.
-        values: the possible values, in order, or the values by the words on their buttons.
-        default: the value at the start.
-        only_drawn: it changes the figure alone, so that earlier measurements remain valid.
-    """
-
-    label: str
-    values: Sequence[Any] | Mapping[str, Any]
+    label: str  # with its unit
+    values: Sequence[Any] | Mapping[str, Any]  # in order, or by the words on their buttons
     default: Any
+    # It changes the figure alone, so that earlier measurements remain valid.
     only_drawn: bool = False
 
     @property
@@ -77,10 +68,7 @@ class Control:
         """Return the values with their words."""
         if isinstance(self.values, Mapping):
             return list(self.values.items())
-        options = []
-        for value in self.values:
-            options.append((f"{value:,}" if isinstance(value, int) else str(value), value))
-        return options
+        return [(f"{each:,}" if isinstance(each, int) else str(each), each) for each in self.values]
 
 
 class Explorer(ABC):
@@ -91,7 +79,7 @@ class Explorer(ABC):
     # The functions of labkit.theory that predict; their docstrings are shown on request.
     formulas: ClassVar[Sequence[Callable[..., Any]]]
     # Allowed relative errors of measured values; values without one must be equal.
-    tolerances: ClassVar[Mapping[str, float]] = {}
+    tolerances: ClassVar[Numbers] = {}
     # Width and height of the figure, in inches.
     size: ClassVar[tuple[float, float]] = (8.5, 3.6)
 
@@ -109,13 +97,7 @@ class Explorer(ABC):
         """
 
     @abstractmethod
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         """Draw prediction and measurement into an empty figure; return it in one sentence."""
 
     @abstractmethod
@@ -139,16 +121,13 @@ class Explorer(ABC):
         return said
 
     @property
-    def result(self) -> RunResult | None:
+    def result(self) -> Measured:
         """The run of the chosen values, if there is one."""
         return self.measured.get(self._run_key())
 
     def run_current(self) -> RunResult:
-        """Launch a run of the chosen values and keep its result.
-
-        Raises:
-            ValueError: this machine cannot measure them.
-        """
+        """Launch a run of the chosen values and keep its result, or raise why that cannot be."""
+        # The controls may move while it runs.
         key, chosen = self._run_key(), dict(self.chosen)
         if refusal := self.refusal_reason(**chosen):
             raise ValueError(refusal)
@@ -168,7 +147,12 @@ class Explorer(ABC):
         words = self.draw(figure, self.prediction, self.result, **self.chosen)
         if self.result is not None:
             style.add_stamp(figure.axes[0], [self.result])
-        return _encode_png(figure), words
+        # savefig draws twice and compresses slowly; this takes half the time.
+        canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
+        canvas.draw()
+        image = Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB")
+        image.save(packed, "png", compress_level=1)
+        return packed.getvalue(), words
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         if not can_show_widgets():
@@ -181,58 +165,19 @@ class Explorer(ABC):
         return shown
 
 
-def _encode_png(figure: Figure) -> bytes:
-    # savefig draws twice and compresses slowly; this takes half the time.
-    canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
-    canvas.draw()
-    image = Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB")
-    image.save(packed, "png", compress_level=1)
-    return packed.getvalue()
-
-
-class _StatusLine(Display):
-    """A run's progress in one line of the panel; ``cancel`` ends the run at its next update."""
-
-    def __init__(self, line: Any):
-        self._line, self._cancelled = line, False
-
-    def clear_cancellation(self) -> None:
-        # A cancellation may have come too late for the previous run.
-        self._cancelled = False
-        self._update_line("starts")
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    def show_wait_reason(self, text: str) -> None:
-        self._update_line(text)
-
-    def show(self, state: ProgressState, lines: list[str]) -> None:
-        self._update_line(str(state), state.fraction if state.planned_steps else None)
-
-    def _update_line(self, text: str, fraction: float | None = None) -> None:
-        if self._cancelled:
-            # While the run ends, its updates must not raise again.
-            self._cancelled = False
-            raise KeyboardInterrupt
-        value = "" if fraction is None else f' max="1" value="{fraction:.3f}"'
-        bar = f'<progress aria-label="progress"{value}></progress>'
-        self._line.value = f'<div role="status">{bar} {escape(text)}</div>'
-
-
-class _Panel:
-    """The widgets of one explorer."""
+class _Panel(Display):
+    """The widgets of one explorer; a run shows its progress in one line of them."""
 
     def __init__(self, explorer: Explorer):
         import ipywidgets
 
-        self._explorer = explorer
-        self._knobs = {}
+        self._explorer, self._knobs = explorer, {}
+        # Whether controls move without a redraw, and whether the run is to end at its next update.
+        self._hold = self._cancelled = False
         for name, control in explorer.controls.items():
             self._knobs[name] = knob = _control_widget(control, explorer.chosen[name])
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
-        self._status = _StatusLine(self._line)
         tips = {
             "run it": "measure this on real ranks of this machine",
             "cancel": "end the run and all its processes",
@@ -242,21 +187,15 @@ class _Panel:
         self._run, self._cancel, self._reset = buttons
         self._cancel.disabled = True
         self._run.on_click(lambda _: self.start_run())
-        self._cancel.on_click(lambda _: self._status.cancel())
+        self._cancel.on_click(lambda _: self.cancel())
         self._reset.on_click(lambda _: self._restore_defaults())
         look = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
-        self.box = ipywidgets.VBox(
-            [
-                ipywidgets.HTML(f"<strong>{escape(explorer.title)}</strong>"),
-                ipywidgets.Box(list(self._knobs.values()), layout=look),
-                self._picture,
-                self._table,
-                ipywidgets.Box(buttons, layout=look),
-                self._line,
-                ipywidgets.HTML(_formula_html(explorer.formulas)),
-            ]
-        )
-        self._hold = False
+        title = ipywidgets.HTML(f"<strong>{escape(explorer.title)}</strong>")
+        knobs = ipywidgets.Box(list(self._knobs.values()), layout=look)
+        row = ipywidgets.Box(buttons, layout=look)
+        formulas = ipywidgets.HTML("".join(map(_formula_html, explorer.formulas)))
+        parts = [title, knobs, self._picture, self._table, row, self._line, formulas]
+        self.box = ipywidgets.VBox(parts)
         self.redraw()
 
     def redraw(self) -> None:
@@ -285,13 +224,18 @@ class _Panel:
     def start_run(self) -> None:
         """Run in a thread, so that the controls and *cancel* still respond."""
         self._run.disabled, self._cancel.disabled = True, False
-        self._status.clear_cancellation()
+        # A cancellation may have come too late for the previous run.
+        self._cancelled = False
+        self.show_wait_reason("starts")
         threading.Thread(target=self._run_in_thread, daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled = True
 
     def _run_in_thread(self) -> None:
         said = ""
         try:
-            with use_display(self._status):
+            with use_display(self):
                 self._explorer.run_current()
         except KeyboardInterrupt:
             said = "cancelled: no process of the run is left"
@@ -302,8 +246,19 @@ class _Panel:
         self.redraw()
         self._show_text(said)
 
-    def _show_text(self, text: str) -> None:
-        self._line.value = f'<div role="status">{escape(text)}</div>'
+    def show(self, state: ProgressState, lines: list[str]) -> None:
+        known = f' max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
+        self.show_wait_reason(str(state), known)
+
+    def show_wait_reason(self, text: str, known: str = "") -> None:
+        if self._cancelled:
+            # While the run ends, its updates must not raise again.
+            self._cancelled = False
+            raise KeyboardInterrupt
+        self._show_text(text, f'<progress aria-label="progress"{known}></progress> ')
+
+    def _show_text(self, text: str, bar: str = "") -> None:
+        self._line.value = f'<div role="status">{bar}{escape(text)}</div>'
 
     def _on_control_change(self, _: Any) -> None:
         if not self._hold:
@@ -324,17 +279,14 @@ def _control_widget(control: Control, value: Any) -> Any:
 
     words = [text for text, _ in control.options]
     shared = {"options": control.options, "value": value, "description": control.label}
-    layout = {"width": "auto", "margin": "0 18px 6px 0"}
-    if len(words) > MAX_BUTTONS or sum(map(len, words)) > 40:
-        return ipywidgets.Dropdown(**shared, layout=layout, style={"description_width": "initial"})
-    style = {"description_width": "initial", "button_width": "auto"}
-    return ipywidgets.ToggleButtons(**shared, layout=layout, style=style)
+    shared["layout"] = {"width": "auto", "margin": "0 18px 6px 0"}
+    style = {"description_width": "initial"}
+    if len(words) > MAX_BUTTONS or sum(map(len, words)) > MAX_LETTERS:
+        return ipywidgets.Dropdown(**shared, style=style)
+    return ipywidgets.ToggleButtons(**shared, style=style | {"button_width": "auto"})
 
 
-def _formula_html(functions: Sequence[Callable[..., Any]]) -> str:
-    texts = []
-    for function in functions:
-        name = escape(f"{function.__module__}.{function.__name__}")
-        text = escape(inspect.getdoc(function) or "")
-        texts.append(f"<details><summary>formula: {name}</summary><pre>{text}</pre></details>")
-    return "".join(texts)
+def _formula_html(function: Callable[..., Any]) -> str:
+    name = escape(f"{function.__module__}.{function.__name__}")
+    text = escape(inspect.getdoc(function) or "")
+    return f"<details><summary>formula: {name}</summary><pre>{text}</pre></details>"

@@ -1,19 +1,23 @@
 """Explorer of lab 3: what fewer bits save in an all-gather, and what rounding costs."""
 
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
+import torch
 from matplotlib.figure import Figure
 
 import labkit
+from labkit import tensors
+from labkit.models.tile_network import tile_network_weights
 from labkit.plots import extensions as plots
+from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 EXTENSION_BY_BITS = {
     "32": "fp32",
@@ -22,7 +26,10 @@ EXTENSION_BY_BITS = {
     "8 (int8)": "int8",
     "4 (int4)": "int4",
 }
+SCALE_SHARERS = {"a shard": "shard", "a row": "row", "32 numbers": "group"}
 TRAINING_STEPS = 100
+WEIGHTS = {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS}
+BYTE_COLOURS = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
 
 
 class GatherExplorer(Explorer):
@@ -31,14 +38,8 @@ class GatherExplorer(Explorer):
     title = "What do fewer bits save, and what do they cost?"
     controls: ClassVar = {
         "extension": Control("bits of a number", EXTENSION_BY_BITS, "int8"),
-        "scales": Control(
-            "one scale for", {"a shard": "shard", "a row": "row", "32 numbers": "group"}, "row"
-        ),
-        "steps": Control(
-            "weights",
-            {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS},
-            TRAINING_STEPS,
-        ),
+        "scales": Control("one scale for", SCALE_SHARERS, "row"),
+        "steps": Control("weights", WEIGHTS, TRAINING_STEPS),
         "dim": Control("width", (128, 256), 128),
         "ranks": Control("ranks", (2, 4), 2),
         "reshard": Control("gathered in a step", {"twice": True, "once (kept)": False}, True),
@@ -48,41 +49,35 @@ class GatherExplorer(Explorer):
     size = (8.5, 4.0)
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
-        shapes = _weight_shapes(chosen["dim"])
+        extension, ranks, scales = chosen["extension"], chosen["ranks"], _scale_sharing(**chosen)
+        shapes, reshard = _weight_shapes(chosen["dim"]), chosen["reshard"]
+        how: dict[str, Any] = {"scales": scales, "reshard": reshard}
+        sent = theory.step_gather_bytes(shapes, ranks, extension, **how)
         largest, rms, _ = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
-        sent = theory.step_gather_bytes(
-            shapes, ranks, extension, reshard=chosen["reshard"], scales=scales
-        )
         held = sum(theory.held_bytes(shape, ranks, extension, scales=scales) for shape in shapes)
         errors = {"weight_error": largest, "weight_rms_error": rms}
         return {"all_gather_bytes": sent, "held_bytes": held, **errors}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
-        extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
+        extension, ranks, scales = chosen["extension"], chosen["ranks"], _scale_sharing(**chosen)
+        shapes, reshard = _weight_shapes(chosen["dim"]), chosen["reshard"]
         look = {"left": 0.07, "right": 0.985, "top": 0.83, "bottom": 0.18, "wspace": 0.25}
         narrow, wide = figure.subplots(1, 2, width_ratios=(1, 1.7), gridspec_kw=look)
-        shapes = _weight_shapes(chosen["dim"])
-        whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=chosen["reshard"])
+        whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=reshard)
         sent = predicted["all_gather_bytes"]
         once = sum(theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes)
-        of_scales = (1 + chosen["reshard"]) * once
+        of_scales = (1 + reshard) * once
         numbers = {"numbers": sent - of_scales, "scales": of_scales}
         bars = {"fp32": {"numbers": whole}, extension: numbers}
         measured, found = {}, None
         if result is not None:
-            measured[extension] = result.value("all_gather_bytes")
+            measured[extension] = {"measured": result.value("all_gather_bytes")}
             found = result.value("weight_error")
-        plots.gather_byte_bars(bars, measured, ax=narrow)
+        what = "handed to the all-gathers of a step"
+        byte_bars(bars, measured, BYTE_COLOURS, ylabel=what, columns=2, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         bound = theory.rounding_error(extension)
-        plots.error_histogram(errors, bound, found, label=extension, result=result, ax=wide)
+        plots.error_histogram(errors, bound, found, label=extension, ax=wide)
         return (
             f"{extension} hands {sent / whole:.3g} of float32's bytes to the all-gathers, "
             f"{of_scales / sent:.2%} of them scales; the errors of the worst parameter have "
@@ -90,36 +85,22 @@ class GatherExplorer(Explorer):
         )
 
     def launch(self, **chosen: Any) -> RunResult:
-        return labkit.run(
-            "allgather_extensions",
-            nproc=chosen["ranks"],
-            extension=chosen["extension"],
-            scales=_scale_sharing(**chosen),
-            dim=chosen["dim"],
-            reshard_after_forward=chosen["reshard"],
-            weights=str(_weights_file(chosen["dim"], chosen["steps"])),
-            # Without updates, the run gathers the weights whose errors are predicted.
-            learning_rate=0.0,
-            batch=8,
-            steps=1,
-        )
+        how: dict[str, Any] = {"scales": _scale_sharing(**chosen)}
+        how["extension"] = chosen["extension"]
+        how |= {"dim": chosen["dim"], "reshard_after_forward": chosen["reshard"]}
+        # Without updates, the run gathers the weights whose errors are predicted.
+        how |= {"learning_rate": 0.0, "batch": 8, "steps": 1}
+        folder = _weights_folder(chosen["dim"], chosen["steps"])
+        how["weights"] = str(Path(folder.name) / "weights.pt")
+        return labkit.run("allgather_extensions", nproc=chosen["ranks"], **how)
 
 
 @cache
-def _weights_folder() -> tempfile.TemporaryDirectory[str]:
+def _weights_folder(dim: int, steps: int) -> tempfile.TemporaryDirectory[str]:
     # The folder is removed when the cache frees it, at the end of this process.
-    return tempfile.TemporaryDirectory(prefix="labkit_")
-
-
-@cache
-def _weights_file(dim: int, steps: int) -> Path:
-    import torch
-
-    from labkit.models.tile_network import tile_network_weights
-
-    path = Path(_weights_folder().name) / f"{dim}_{steps}.pt"
-    torch.save(tile_network_weights(dim, steps), path)
-    return path
+    folder = tempfile.TemporaryDirectory(prefix="labkit_")
+    torch.save(tile_network_weights(dim, steps), Path(folder.name) / "weights.pt")
+    return folder
 
 
 def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:
@@ -129,8 +110,6 @@ def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:
 
 @cache
 def _weight_shapes(dim: int) -> list[tuple[int, ...]]:
-    from labkit.models.tile_network import tile_network_weights
-
     return [tuple(weight.shape) for weight in tile_network_weights(dim, 0).values()]
 
 
@@ -142,18 +121,14 @@ def _rounding_errors(
 
     A weight's error is relative to the largest weight of its parameter.
     """
-    from labkit import tensors
-    from labkit.models.tile_network import tile_network_weights
-
     if scales:
         codec = tensors.make_quantised_extension(extension, scales)
     else:
         codec = tensors.EXTENSIONS[extension]
-    largest, rms, errors = [], [], []
+    of_parameters, errors = [], []
     for exact in tile_network_weights(dim, steps).values():
         rounded = tensors.gather_on_one_rank(exact, ranks, codec)
-        of_largest, of_rms = tensors.rounding_errors(rounded, exact)
-        largest.append(float(of_largest))
-        rms.append(float(of_rms))
+        of_parameters.append([float(each) for each in tensors.rounding_errors(rounded, exact)])
         errors.append(((rounded - exact) / exact.abs().max()).flatten().numpy())
-    return max(largest), max(rms), numpy.concatenate(errors)
+    largest, rms = map(max, zip(*of_parameters, strict=True))
+    return largest, rms, numpy.concatenate(errors)

@@ -1,7 +1,7 @@
 """Explorer of lab 1: which rank of a mesh holds which piece of a photo, by placement."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -14,7 +14,7 @@ from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import placements as theory
 from labkit.theory.sizes import readable_bytes
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 
@@ -33,25 +33,16 @@ class PlacementExplorer(Explorer):
     formulas = (theory.local_piece, theory.full_tensor_collectives)
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        shape = photo_sample(chosen["every"]).shape
-        mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
+        shape, rank = _photo_sample(chosen["every"]).shape, chosen["rank"]
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
         rows, columns, colours = theory.local_piece(shape, mesh, names, rank).shape
-        held: dict[str, float] = {
-            f"rank {rank} rows": rows,
-            f"rank {rank} columns": columns,
-            f"rank {rank} bytes": 4 * rows * columns * colours,
-        }
+        sizes = {"rows": rows, "columns": columns, "bytes": 4 * rows * columns * colours}
+        held: dict[str, float] = {f"rank {rank} {name}": size for name, size in sizes.items()}
         return held | theory.full_tensor_collectives(shape, mesh, names) | {"values that differ": 0}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
-        whole = photo_sample(chosen["every"])
-        mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
+        whole, rank = _photo_sample(chosen["every"]), chosen["rank"]
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
         pieces, held, measured = {}, {}, {}
         for each in range(math.prod(mesh)):
             pieces[each] = theory.local_piece(whole.shape, mesh, names, each)
@@ -61,7 +52,18 @@ class PlacementExplorer(Explorer):
                 measured[each] = [int(size) for size in sides]
         ax = figure.add_axes((0, 0.03, 1, 0.97))
         plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
-        return _alt_text(predicted, pieces[rank], **chosen)
+        rows, columns, size = (
+            predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes")
+        )
+        piece, calls = pieces[rank], []
+        term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
+        for name in ("all_gather", "all_reduce"):
+            if count := predicted.get(f"{name}_count"):
+                calls.append(style.count_text(count, name.replace("_", "-")))
+        return (
+            f"rank {rank} holds {rows} × {columns} pixels{term}, {readable_bytes(size)}; "
+            f"the whole on every rank takes {' and '.join(calls) or 'no message'}"
+        )
 
     def launch(self, **chosen: Any) -> RunResult:
         mesh, names = chosen["mesh"], _axis_placements(**chosen)
@@ -69,7 +71,7 @@ class PlacementExplorer(Explorer):
         return labkit.run("placement", nproc=math.prod(mesh), every=chosen["every"], **how)
 
 
-def photo_sample(every: int) -> numpy.ndarray:
+def _photo_sample(every: int) -> numpy.ndarray:
     """Return every ``every``-th row and column of the photo."""
     return photo.load_photo()[::every, ::every]
 
@@ -84,19 +86,3 @@ def _rank_pixels(whole: numpy.ndarray, piece: theory.TensorPiece) -> numpy.ndarr
     pixels = whole[rows.start : rows.stop, columns.start : columns.stop]
     bright = photo.brightness_term(pixels, piece.term, piece.terms).astype("uint16") * piece.terms
     return bright.clip(0, 255).astype("uint8")
-
-
-def _alt_text(predicted: Mapping[str, float], piece: theory.TensorPiece, **chosen: Any) -> str:
-    rank = chosen["rank"]
-    rows, columns, size = (
-        predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes")
-    )
-    term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
-    calls = []
-    for name in ("all_gather", "all_reduce"):
-        if count := predicted.get(f"{name}_count"):
-            calls.append(style.count_text(count, name.replace("_", "-")))
-    return (
-        f"rank {rank} holds {rows} × {columns} pixels{term}, {readable_bytes(size)}; "
-        f"the whole on every rank takes {' and '.join(calls) or 'no message'}"
-    )

@@ -1,6 +1,5 @@
 """Explorer of lab 1: what cutting a ConvNeXt's images saves in memory and costs in messages."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
@@ -9,10 +8,11 @@ import labkit
 from labkit.models import photo
 from labkit.plots import spatial as plots
 from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # The height of the images, in pixels.
 HEIGHT = 64
@@ -21,6 +21,13 @@ DEPTHS = (1, 1)  # blocks in each stage
 HALO = 3
 # Left, bottom, width and height of each panel, as fractions of the figure.
 PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
+MESHES = {"1 × 1": (1, 1), "1 × 2": (1, 2), "1 × 4": (1, 4), "2 × 1": (2, 1), "2 × 2": (2, 2)}
+CHANNELS = {"16, 32": (16, 32), "32, 64": (32, 64), "64, 128": (64, 128)}
+BYTE_COLOURS = {
+    "activations": style.MEMORY_COLOURS["activations"],
+    "halos": style.ORANGE,
+    "sums": style.PURPLE,
+}
 
 
 class SpatialExplorer(Explorer):
@@ -28,17 +35,11 @@ class SpatialExplorer(Explorer):
 
     title = "Do the activations fit, and what does cutting send?"
     controls: ClassVar = {
-        "mesh": Control(
-            "ranks, data × space",
-            {"1 × 1": (1, 1), "1 × 2": (1, 2), "1 × 4": (1, 4), "2 × 1": (2, 1), "2 × 2": (2, 2)},
-            (1, 2),
-        ),
+        "mesh": Control("ranks, data × space", MESHES, (1, 2)),
         "tensor_dim": Control("cut along space", {"width": 3, "height": 2}, 3),
         "width": Control("width, pixels", (128, 256, 512), 256),
         "batch": Control("images", (2, 4, 8), 4),
-        "dims": Control(
-            "channels", {"16, 32": (16, 32), "32, 64": (32, 64), "64, 128": (64, 128)}, (32, 64)
-        ),
+        "dims": Control("channels", CHANNELS, (32, 64)),
         "budget": Control("budget, MB", (2, 4, 8, 16), 8, only_drawn=True),
     }
     formulas = (
@@ -52,22 +53,14 @@ class SpatialExplorer(Explorer):
         (data, space), dims = chosen["mesh"], chosen["dims"]
         theory.check_strips(_cut_side(**chosen), space, DEPTHS)
         batch, neighbours = even_share(chosen["batch"], data, "a batch of"), min(space - 1, 2)
-        count, handed = theory.spatial_all_reduces(
-            strategy="local",
-            space_ranks=space,
-            data_ranks=data,
-            depths=DEPTHS,
-            dims=dims,
-            num_classes=10,
-            batch=batch,
-        )
+        ranks = {"space_ranks": space, "data_ranks": data, "strategy": "local"}
+        network = {"depths": DEPTHS, "dims": dims, "num_classes": 10, "batch": batch}
+        count, handed = theory.spatial_all_reduces(**ranks, **network)
         stages = theory.convnext_stages(HEIGHT, chosen["width"], DEPTHS, dims)
-        sent = theory.spatial_send_bytes(
-            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"]
-        )
+        cut = {"neighbours": neighbours, "tensor_dim": chosen["tensor_dim"]}
         messages = {
             "send_count": 2 * neighbours * sum(DEPTHS),
-            "send_bytes": sent,
+            "send_bytes": theory.spatial_send_bytes(stages=stages, batch=batch, **cut),
             "all_reduce_count": count,
             "all_reduce_bytes": handed,
         }
@@ -75,13 +68,7 @@ class SpatialExplorer(Explorer):
         found = {name: value for name, value in messages.items() if value}
         return {"peak_activation_bytes": _activation_bytes(**chosen), **found}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         (data, space), budget = chosen["mesh"], chosen["budget"] * 1e6
         strips, memory, traffic = (figure.add_axes(place) for place in PANEL_BOUNDS)
         # The 512 columns of the photo around its row 200, with the aspect of the images.
@@ -96,12 +83,7 @@ class SpatialExplorer(Explorer):
             figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        colours = {
-            "activations": style.MEMORY_COLOURS["activations"],
-            "halos": style.ORANGE,
-            "sums": style.PURPLE,
-        }
-        bars: dict[str, dict[str, float]] = {
+        bars: dict[str, Numbers] = {
             "1 rank": {"activations": alone},
             "a rank": {"activations": held},
         }
@@ -110,8 +92,10 @@ class SpatialExplorer(Explorer):
             found = {name: result.value(name) for name in predicted}
             seen = {"a rank": {"activations": found["peak_activation_bytes"]}}
             sent = _traffic_bars(found)
-        plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
-        plots.byte_bars(_traffic_bars(predicted), sent, colours, ylabel="handed over", ax=traffic)
+        look = {"legend": {}, "ylabel": "activations", "ax": memory}
+        byte_bars(bars, seen, BYTE_COLOURS, budget=budget, **look)
+        look |= {"ylabel": "handed over", "ax": traffic}
+        byte_bars(_traffic_bars(predicted), sent, BYTE_COLOURS, **look)
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))
@@ -140,12 +124,11 @@ def _activation_bytes(**chosen: Any) -> int:
     sides = [HEIGHT, chosen["width"]]
     sides[dim - 2] //= space
     stages = theory.convnext_stages(sides[0], sides[1], DEPTHS, chosen["dims"])
-    return theory.convnext_activation_bytes(
-        stages=stages, batch=chosen["batch"] // data, ranks=space, tensor_dim=dim
-    )
+    share = {"batch": chosen["batch"] // data, "ranks": space, "tensor_dim": dim}
+    return theory.convnext_activation_bytes(stages=stages, **share)
 
 
-def _traffic_bars(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _traffic_bars(values: Numbers) -> dict[str, dict[str, float]]:
     return {
         "halos": {"halos": values.get("send_bytes", 0)},
         "all-\nreduces": {"sums": values.get("all_reduce_bytes", 0)},

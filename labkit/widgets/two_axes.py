@@ -14,7 +14,7 @@ from labkit.theory import collectives
 from labkit.theory import two_dim as theory
 from labkit.theory.collectives import AlphaBeta
 from labkit.theory.sizes import readable_bytes
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # Until a run has measured it: an H100 in bfloat16, at 40 % of its data sheet.
 FLOPS_PER_S = 400e12
@@ -27,6 +27,7 @@ SAMPLE_TOKENS = 8
 MAX_RUN_OPERATIONS = 2e10
 LINK_GB_PER_S = (10, 50, 400, 450)
 TP_SIZES = (1, 2, 4, 8, 16)
+OVERLAPS = {"are waited for": False, "travel meanwhile": True}
 
 
 class TwoAxesExplorer(Explorer):
@@ -43,9 +44,7 @@ class TwoAxesExplorer(Explorer):
         "tokens": Control("tokens in a step", (128, 512, 2048, 131072), 512),
         "tp_gb_per_s": Control("along tp, GB/s", LINK_GB_PER_S, 450),
         "data_gb_per_s": Control("along data, GB/s", LINK_GB_PER_S, 50),
-        "overlap": Control(
-            "messages along data", {"are waited for": False, "travel meanwhile": True}, False
-        ),
+        "overlap": Control("messages along data", OVERLAPS, False),
     }
     formulas = (
         theory.step_collectives_by_axis,
@@ -56,35 +55,33 @@ class TwoAxesExplorer(Explorer):
     tolerances: ClassVar = {"passes_ms": 1 / 3}
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        ranks, tp, samples = chosen["ranks"], chosen["tp"], chosen["tokens"] // SAMPLE_TOKENS
-        possible = theory.valid_tp_sizes(ranks, samples, TP_SIZES)
-        if tp not in possible:
+        ranks, tp, splits = chosen["ranks"], chosen["tp"], _splits(**chosen)
+        if tp not in splits:
             raise ValueError(
-                f"{ranks} ranks with tp = {tp} cannot share {samples} samples evenly: "
-                f"take tp {' or '.join(map(str, possible))}"
+                f"{ranks} ranks with tp = {tp} cannot share "
+                f"{chosen['tokens'] // SAMPLE_TOKENS} samples evenly: "
+                f"take tp {' or '.join(map(str, splits))}"
             )
-        tokens, axes = chosen["tokens"] * tp // ranks, {"data": ranks // tp, "tp": tp}
-        pairs = theory.mlp_pairs(chosen["dim"])
-        return dict(theory.step_collectives_by_axis(pairs, tokens, **axes))
+        tokens, axes = splits[tp]
+        return dict(theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes))
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         seconds = _step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)
         return {"passes_ms": 1e3 * sum(seconds[chosen["tp"]].values())}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         ranks, tp = chosen["ranks"], chosen["tp"]
-        costs, counted, took_s = _costs_from_controls(**chosen), None, None
+        costs, counted, took_s, crowded = _costs_from_controls(**chosen), None, 0.0, False
         if result is not None:
             costs = _costs_from_run(result, **chosen)
-            counted = {str(tp): _wire_bytes_from_run(result, **chosen)}
+            handed = {name: result.value(name) for name in result.summary() if "/" in name}
+            counted = {str(tp): theory.axis_wire_bytes(handed, data=ranks // tp, tp=tp)}
             took_s = result.value("passes_ms") / 1e3
-        wires, seconds = _wire_bytes_by_split(**chosen), _step_seconds_by_split(costs, **chosen)
+            crowded = ranks > result.session["cores"] and result.device == "cpu"
+        wires, seconds = {}, _step_seconds_by_split(costs, **chosen)
+        for each, (tokens, axes) in _splits(**chosen).items():
+            handed = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
+            wires[each] = theory.axis_wire_bytes(handed, **axes)
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
         margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
@@ -92,7 +89,7 @@ class TwoAxesExplorer(Explorer):
         look: dict[str, Any] = {"xlabel": f"ranks along tp, of {ranks}"}
         by_label = {str(each): parts for each, parts in wires.items()}
         plots.traffic_by_axis(by_label, counted, ax=sent, **look)
-        look |= {"chosen": tp, "best": best, "measured_s": took_s}
+        look |= {"chosen": tp, "measured_s": took_s}
         plots.step_time_by_split(seconds, ax=times, **look)
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
@@ -100,9 +97,6 @@ class TwoAxesExplorer(Explorer):
             ax.locator_params(axis="y", nbins=3)
         text = _cost_text(costs, measured=result is not None, **chosen)
         figure.text(0.01, 0.99, text, fontsize=9, va="top")
-        crowded = result is not None and ranks > result.session["cores"] and result.device == "cpu"
-        if crowded:
-            figure.text(0.01, 0.94, CORE_SHARING_NOTE, fontsize=8, va="top", color=style.GREY)
         words = (
             f"{ranks} ranks, {tp} along tp: "
             f"a rank sends {readable_bytes(wires[tp]['tp'])} along tp and "
@@ -112,7 +106,10 @@ class TwoAxesExplorer(Explorer):
         )
         if took_s:
             words += f"; it took {style.duration_text(took_s)}"
-        return f"{words} ({CORE_SHARING_NOTE})" if took_s and crowded else words
+        if crowded:
+            figure.text(0.01, 0.94, CORE_SHARING_NOTE, fontsize=8, va="top", color=style.GREY)
+            words += f" ({CORE_SHARING_NOTE})"
+        return words
 
     def refusal_reason(self, **chosen: Any) -> str:
         most = 2 * len(requirements.usable_cores())
@@ -135,6 +132,10 @@ class TwoAxesExplorer(Explorer):
         return labkit.run("two_dim", nproc=chosen["ranks"], steps=1, costs=True, **sizes)
 
 
+def _pairs(*, dim: int, **_: Any) -> Any:
+    return theory.mlp_pairs(dim)
+
+
 def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
     """Return, by size of tp, the tokens of a tp group and the sizes of the mesh's axes."""
     ranks, tokens = chosen["ranks"], chosen["tokens"]
@@ -142,31 +143,17 @@ def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
     return {tp: (tokens * tp // ranks, {"data": ranks // tp, "tp": tp}) for tp in sizes}
 
 
-def _wire_bytes_by_split(**chosen: Any) -> dict[int, dict[str, float]]:
-    """Return the bytes that a rank puts on the wire along each axis, by size of tp."""
-    pairs, wires = theory.mlp_pairs(chosen["dim"]), {}
-    for tp, (tokens, axes) in _splits(**chosen).items():
-        handed = theory.step_collectives_by_axis(pairs, tokens, **axes)
-        wires[tp] = theory.axis_wire_bytes(handed, **axes)
-    return wires
-
-
-def _wire_bytes_from_run(result: RunResult, **chosen: Any) -> dict[str, float]:
-    handed = {name: result.value(name) for name in result.summary() if "/" in name}
-    return theory.axis_wire_bytes(handed, data=chosen["ranks"] // chosen["tp"], tp=chosen["tp"])
-
-
 def _step_seconds_by_split(costs: Mapping[str, Any], **chosen: Any) -> dict[int, dict[str, float]]:
     """Return the seconds of each part of a rank's step, by size of tp."""
-    pairs, times = theory.mlp_pairs(chosen["dim"]), {}
+    times = {}
     for tp, (tokens, axes) in _splits(**chosen).items():
-        seconds = theory.step_seconds(pairs, tokens, **axes, **costs)
+        seconds = theory.step_seconds(_pairs(**chosen), tokens, **axes, **costs)
         times[tp] = theory.seconds_after_overlap(seconds, chosen["overlap"])
     return times
 
 
-def _step_operations(*, dim: int, tokens: int, **_: Any) -> float:
-    return theory.step_flops_per_token(theory.mlp_pairs(dim)) * tokens
+def _step_operations(**chosen: Any) -> float:
+    return theory.step_flops_per_token(_pairs(**chosen)) * chosen["tokens"]
 
 
 def _costs_from_controls(**chosen: Any) -> dict[str, Any]:
@@ -190,14 +177,12 @@ def _costs_from_run(result: RunResult, **chosen: Any) -> dict[str, Any]:
 
 
 def _cost_text(costs: Mapping[str, Any], *, measured: bool, **chosen: Any) -> str:
-    links = []
     if not measured:
-        for axis in ("tp", "data"):
-            links.append(f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s")
+        links = [f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data")]
         speed = f"a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s (assumed)"
         return f"costs as chosen: {', '.join(links)}; {speed}"
+    links = [f"a rank {style.short_number_text(costs['flops_per_s'] / 1e9)} GFLOP/s"]
     for axis, link in costs["links"].items():
         beta_text = style.short_number_text(1e12 * link.beta_s_per_byte)
         links.append(f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {beta_text} µs/MB")
-    speed = f"a rank {style.short_number_text(costs['flops_per_s'] / 1e9)} GFLOP/s"
-    return f"costs measured by this run: {speed}, {', '.join(links)}"
+    return f"costs measured by this run: {', '.join(links)}"

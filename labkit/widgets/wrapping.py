@@ -1,15 +1,16 @@
 """Explorer of lab 2: a rank's memory during a step and its traffic, by stage and wrapping."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
 import labkit
 from labkit.plots import fsdp as plots
+from labkit.plots import style
+from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
-from labkit.widgets.explorer import Control, Explorer
+from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # An imagined device: some ways to train the default model fit, others do not.
 BUDGET_BYTES = 5_000_000
@@ -28,8 +29,9 @@ ZERO_STAGES = {
     "2: all, gathered once": 2,
     "3: all, gathered twice (FSDP)": 3,
 }
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-STAGE_LABELS = {0: "DDP", 1: "ZeRO 1", 2: "gathered\nonce", 3: "FSDP"}
+STAGE_LABELS = ("DDP", "ZeRO 1", "gathered\nonce", "FSDP")
+UNITS = {"whole model": "root", "blocks": "block", "layers": "layer"}
+PRECISIONS, ELEMENT_BYTES = {"float32": "fp32", "bfloat16": "bf16"}, {"fp32": 4, "bf16": 2}
 
 
 class WrappingExplorer(Explorer):
@@ -39,15 +41,11 @@ class WrappingExplorer(Explorer):
     controls: ClassVar = {
         "model": Control("model", MODELS, (3, 128)),
         "stage": Control("sharded", ZERO_STAGES, 3),
-        "wrap": Control(
-            "units", {"whole model": "root", "blocks": "block", "layers": "layer"}, "block"
-        ),
+        "wrap": Control("units", UNITS, "block"),
         "ranks": Control("ranks", (2, 4, 8), 2),
         "batch": Control("sequences of a rank", (8, 32, 128), 32),
         "checkpointing": Control("activations", {"keep": False, "recompute": True}, False),
-        "precision": Control(
-            "gathered, computed in", {"float32": "fp32", "bfloat16": "bf16"}, "fp32"
-        ),
+        "precision": Control("gathered, computed in", PRECISIONS, "fp32"),
     }
     formulas = (theory.step_ledger, theory.stage_collectives, theory.stage_wire_bytes)
     tolerances: ClassVar = {"peak_total_bytes": 0.05}
@@ -58,13 +56,7 @@ class WrappingExplorer(Explorer):
         sent = theory.stage_collectives(_stack_layers(**chosen), chosen["ranks"], **how)
         return {"peak_total_bytes": _step_ledger(**chosen).peak["total"], **sent}
 
-    def draw(
-        self,
-        figure: Figure,
-        predicted: Mapping[str, float],
-        result: RunResult | None,
-        **chosen: Any,
-    ) -> str:
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         ledger, ranks, label = (
             _step_ledger(**chosen),
             chosen["ranks"],
@@ -80,8 +72,16 @@ class WrappingExplorer(Explorer):
         if result is not None:
             counted = {name: result.value(name) for name in predicted}
             measured = {label: theory.stage_wire_bytes(counted, ranks)}
-        plots.traffic_by_collective({"DDP": ddp} | {label: sent}, measured, ax=narrow)
-        return _alt_text(ledger, sum(sent.values()), sum(ddp.values()))
+        bars, what = {"DDP": ddp} | {label: sent}, "sent by a rank in a step"
+        byte_bars(bars, measured, style.COLLECTIVE_COLOURS, ylabel=what, ax=narrow)
+        peak, total, of_ddp = ledger.peak["total"], sum(sent.values()), sum(ddp.values())
+        when = "forward" if ledger.peak_index < backward else "backward"
+        side = "over" if peak > BUDGET_BYTES else "below"
+        return (
+            f"a rank's peak of {peak / 1e6:.3g} MB lies in the {when} pass, "
+            f"{abs(peak - BUDGET_BYTES) / 1e6:.3g} MB {side} the budget; "
+            f"it sends {total / 1e6:.3g} MB in a step, {total / of_ddp:.3g} × what DDP sends"
+        )
 
     def refusal_reason(self, **chosen: Any) -> str:
         if chosen["stage"] == 1:
@@ -93,17 +93,11 @@ class WrappingExplorer(Explorer):
 
     def launch(self, **chosen: Any) -> RunResult:
         blocks, dim = chosen["model"]
-        return labkit.run(
-            "fsdp_wrap",
-            nproc=chosen["ranks"],
-            model="mlp_stack",
-            layers=blocks,
-            dim=dim,
-            wrap=chosen["wrap"] if chosen["stage"] else "none",
-            reshard_after_forward=chosen["stage"] != 2,
-            steps=1,
-            **{name: chosen[name] for name in ("batch", "checkpointing", "precision")},
-        )
+        how = {name: chosen[name] for name in ("batch", "checkpointing", "precision")}
+        how |= {"model": "mlp_stack", "layers": blocks, "dim": dim, "steps": 1}
+        how["wrap"] = chosen["wrap"] if chosen["stage"] else "none"
+        how["reshard_after_forward"] = chosen["stage"] != 2
+        return labkit.run("fsdp_wrap", nproc=chosen["ranks"], **how)
 
 
 def _stack_layers(*, model: tuple[int, int], wrap: str, **_: Any) -> list[theory.LinearLayer]:
@@ -112,22 +106,7 @@ def _stack_layers(*, model: tuple[int, int], wrap: str, **_: Any) -> list[theory
 
 
 def _step_ledger(**chosen: Any) -> theory.MemoryLedger:
-    return theory.step_ledger(
-        _stack_layers(**chosen),
-        SEQUENCE_TOKENS * chosen["batch"],
-        chosen["ranks"],
-        stage=chosen["stage"],
-        checkpointing=chosen["checkpointing"],
-        number_bytes=ELEMENT_BYTES[chosen["precision"]],
-    )
-
-
-def _alt_text(ledger: theory.MemoryLedger, sent: float, by_ddp: float) -> str:
-    peak = ledger.peak["total"]
-    when = "forward" if ledger.peak_index < ledger.backward else "backward"
-    side = "over" if peak > BUDGET_BYTES else "below"
-    return (
-        f"a rank's peak of {peak / 1e6:.3g} MB lies in the {when} pass, "
-        f"{abs(peak - BUDGET_BYTES) / 1e6:.3g} MB {side} the budget; "
-        f"it sends {sent / 1e6:.3g} MB in a step, {sent / by_ddp:.3g} × what DDP sends"
-    )
+    layers, tokens = _stack_layers(**chosen), SEQUENCE_TOKENS * chosen["batch"]
+    how = {"number_bytes": ELEMENT_BYTES[chosen["precision"]], "stage": chosen["stage"]}
+    how["checkpointing"] = chosen["checkpointing"]
+    return theory.step_ledger(layers, tokens, chosen["ranks"], **how)
