@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import tyro
 
 from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
-from labkit.course.verdict_store import PROGRESS_FILE
+
+LabName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")]
+FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
 
 
 def start_lab(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")] = "0",
+    name: LabName = "0",
     /,
     browser: bool = True,
     folder: Path | None = None,
@@ -30,21 +32,14 @@ def start_lab(
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     for made in copies.make_copies(place):
         print(f"made {place / made.path.name}")
-    if new := copies.labs_to_update(place):
-        names = ", ".join(each.name for each in new)
-        print(
-            f"There is something new in {names}: "
-            "`python -m labkit update` brings it into your copies."
-        )
+    if new := ", ".join(each.name for each in copies.labs_to_update(place)):
+        fix = "`python -m labkit update` brings it into your copies."
+        print(f"There is something new in {new}: {fix}")
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
 
 
-def reset_lab(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")],
-    /,
-    folder: Path | None = None,
-) -> int:
+def reset_lab(name: LabName, /, folder: Path | None = None) -> int:
     """Begin a lab again with a fresh copy. The earlier one is kept beside it, named with the time.
 
     Args:
@@ -79,9 +74,7 @@ def show_progress(folder: Path | None = None) -> int:
 
 
 def export_progress(
-    file: Annotated[
-        tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PROGRESS_FILE")
-    ] = None,
+    file: Annotated[tyro.conf.Positional[Path | None], FILE] = None,
     /,
     name: str | None = None,
     folder: Path | None = None,
@@ -94,11 +87,11 @@ def export_progress(
         folder: Where the copies are; by default my/.
     """
     known = _load_verdicts(folder)
-    whose = name if name is not None else _ask_name()
-    plain = "".join(letter if letter.isalnum() else "_" for letter in whose.strip())
+    whose = (name if name is not None else _ask_name()).strip()
+    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
-    print(f"wrote {path}, of {whose.strip()}")
+    print(f"wrote {path}, of {whose}")
     return 0
 
 
@@ -114,9 +107,7 @@ def _ask_name() -> str:
 
 
 def collect_exports(
-    files: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PROGRESS_FILE")
-    ],
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], FILE],
     /,
     csv: Path | None = None,
     html: Path | None = None,
@@ -152,7 +143,7 @@ def _copies_folder(named: Path | None) -> Path:
 
 
 def _load_verdicts(folder: Path | None) -> verdict_store.Verdicts:
-    return verdict_store.read_verdicts(_copies_folder(folder) / PROGRESS_FILE)
+    return verdict_store.read_verdicts(_copies_folder(folder) / verdict_store.PROGRESS_FILE)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
