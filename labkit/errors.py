@@ -28,9 +28,7 @@ class ParameterError(LabError, ValueError):
 
 
 class RecordError(LabError, ValueError):
-    """A file of a run is unreadable. The message starts with the file, for records with
-    file:line.
-    """
+    """A file of a run is unreadable. The message starts with the file, or file:line of a record."""
 
 
 class MemoryCapExceeded(LabError, MemoryError):
@@ -66,20 +64,15 @@ class HostLost(LabError):
 
 
 class RunTimedOut(LabError):
-    """The run exceeded its time limit and was stopped.
+    """The run exceeded its limit of ``timeout_s`` seconds and was stopped.
 
-    Attributes:
-        timeout_s: the limit, in seconds.
-        stacks: for each rank, the Python stacks of its threads at that moment.
-        output: for each rank, what it had printed.
+    ``stacks`` has each rank's Python stacks at that moment, ``output`` what it had printed.
     """
 
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
-        text = (
-            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. "
-            "Where each rank was:"
-        )
+        fix = "raise timeout_s if the run is only slow. Where each rank was:"
+        text = f"no end after {timeout_s:g} s; {fix}"
         for rank, stack in sorted(self.stacks.items()):
             text += f"\n--- rank {rank}\n{stack.rstrip()}"
         super().__init__(text)

@@ -24,19 +24,18 @@ class TorchFeature(NamedTuple):
 
 
 UNEVEN_SEQUENCE = TorchFeature(
-    (2, 13),
-    "sequence parallelism over a sequence that the ranks cannot share evenly",
-    "pytorch/pytorch#143748",
+    since=(2, 13),
+    description="sequence parallelism over a sequence that the ranks cannot share evenly",
+    issue="pytorch/pytorch#143748",
 )
-TORCH_FEATURES = (UNEVEN_SEQUENCE,)
 
 
-def feature_problem(difference: TorchFeature, version: tuple[int, int] | None = None) -> str:
+def feature_problem(feature: TorchFeature) -> str:
     """Return why the installed torch cannot do this, or "" if it can."""
-    if (version or torch_version()) >= difference.since:
+    if torch_version() >= feature.since:
         return ""
-    major, minor = difference.since
-    return f"{difference.description} needs torch {major}.{minor} ({difference.issue})"
+    major, minor = feature.since
+    return f"{feature.description} needs torch {major}.{minor} ({feature.issue})"
 
 
 def usable_cores() -> list[int]:
@@ -80,14 +79,11 @@ def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
     # On 2.11 outputs are right, but a convolution with padding passes no gradient to its input, and
     # only the residual's part is left.
     if version < (2, 12):
-        what = (
-            "drops gradients, without an error "
-            "(_ring_send_recv_aggregate in _tp_conv.py returns nothing)"
-        )
-    return (
-        f"strategy native is refused on torch {version[0]}.{version[1]}: "
-        f"DTensor's spatially sharded convolution {what}; use strategy local or dtensor"
-    )
+        why = "_ring_send_recv_aggregate in _tp_conv.py returns nothing"
+        what = f"drops gradients, without an error ({why})"
+    refused = f"strategy native is refused on torch {version[0]}.{version[1]}"
+    fix = "use strategy local or dtensor"
+    return f"{refused}: DTensor's spatially sharded convolution {what}; {fix}"
 
 
 def refuse_native_strategy(strategy: str) -> None:
