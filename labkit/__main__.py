@@ -49,8 +49,8 @@ from labkit.runs.folder import runs_folder
 from labkit.theory.sizes import readable_bytes
 
 PROG = "python -m labkit"
+# Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name.
 MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
-"""Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name."""
 PRUNE_PREVIEW_ROWS = 10
 
 

@@ -8,15 +8,13 @@ A rank program declares its parameters as a dataclass, with a docstring under ea
         '''Image width in pixels; a rank holds width / ranks columns.'''
 
 Every field has a default. Its type is int, float, bool, str, Literal, a tuple of these, or one of
-them ``| None``. A number can have limits: PositiveInt and the like, or
-``Annotated[int, Limits(at_least=2)]``. Two more things are optional. ``PRESETS: ClassVar`` maps the
-choices of a field ``preset`` to other defaults: picking one replaces the defaults, and values given
-by name override it. ``validate(self, world_size)`` raises ValueError for values that do not go
-together.
+them ``| None``; numbers can have limits. ``PRESETS: ClassVar`` maps the choices of a field
+``preset`` to other defaults, which values given by name override. ``validate(self, world_size)``
+raises ValueError for values that do not go together.
 
-``labkit.run(program, width=256)`` builds the Config once, writes its values as ``params`` into the
-run's run.json, and each rank builds its Config from these (``rank.load_config``). A command line is
-read only where there is no run: under a bare torchrun, and by ``python -m labkit``.
+``labkit.run`` builds the Config once and writes its values into run.json, from which each rank
+builds it (``rank.load_config``). A command line is read only where there is no run: under a bare
+torchrun, and by ``python -m labkit``.
 """
 
 import contextlib
@@ -39,10 +37,10 @@ from labkit.errors import ParameterError
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)
 UNION_TYPES = (Union, types.UnionType)
 NUMBER_TYPES: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
+# The largest whole number that a tensor can hold.
 MAX_INT64 = 2**63 - 1
-"""The largest whole number that a tensor can hold."""
+# Characters of a refused value that a message shows.
 MAX_SHOWN_CHARACTERS = 200
-"""Characters of a refused value that a message shows."""
 ConfigType = TypeVar("ConfigType")
 
 
@@ -79,9 +77,7 @@ NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 def read_config(program: Path) -> type[Any] | None:
     """Read the class Config of a rank program without running the program; None without one.
 
-    Raises:
-        ParameterError: the program is not Python, its Config needs what is not above it, or a field
-            has no default or a type that JSON does not carry.
+    ParameterError names the line of a field without default, or of a type that JSON cannot carry.
     """
     config_class = program_source.compile_config(program)
     if config_class is not None:
@@ -123,14 +119,8 @@ def build_config(
 ) -> ConfigType:
     """Build a Config: its defaults, the preset's values over them, and ``parameters`` over those.
 
-    Args:
-        config_class: the dataclass.
-        parameters: values by field name.
-        world_size: number of ranks for ``Config.validate``; None skips that check.
-
-    Raises:
-        ParameterError: a name is unknown, a value has the wrong type or is outside its limits or
-            choices, or ``Config.validate`` refuses it.
+    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses an
+    unknown name, or a value of the wrong type, or outside its limits or choices.
     """
     known = init_fields(config_class)
     converted = {}
@@ -145,6 +135,7 @@ def build_config(
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
     with convert_refusals(config_class, "__post_init__"):
         config = config_class(**(preset_values(config_class, preset) | converted))
+    # The notebook knows the number of ranks, and a session checks it again on each rank.
     if world_size is not None:
         validate(config, world_size)
     return config
@@ -161,11 +152,7 @@ def unknown_name_error(config_class: type[Any], name: str) -> ParameterError:
 
 
 def validate(config: Any, world_size: int) -> None:
-    """Check fields that are not at their defaults, then call ``Config.validate`` if it is there.
-
-    Raises:
-        ParameterError: a value is refused.
-    """
+    """Check fields that are not at their defaults, then call ``Config.validate``, if any."""
     for name, field in init_fields(type(config)).items():
         value = getattr(config, name)
         if value != default_value(field):
@@ -183,14 +170,8 @@ def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Check a parameter of a notebook, and raise ParameterError with what it must be and why.
-
-    Args:
-        name: of the parameter, as in the cell tagged "parameters".
-        value: its value.
-        kind: its type.
-        because: what in the notebook needs this.
-        limits: those of ``Limits``.
+    """Check a parameter of a notebook against the limits of ``Limits``, and raise ParameterError
+    with what it must be and why, ``because`` of what in the notebook.
     """
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:
@@ -206,10 +187,8 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 
 
 def config_params(config: Any) -> dict[str, Any]:
-    """Return the values of a Config by name, from which ``build_config`` makes an equal one.
-
-    Raises:
-        ParameterError: a value is not of its field's type, or not valid JSON, such as NaN.
+    """Return the values of a Config by name, from which ``build_config`` makes an equal one; raise
+    ParameterError for one that JSON cannot carry, such as NaN.
     """
     params = {}
     for name, field in init_fields(type(config)).items():
@@ -269,9 +248,9 @@ def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
 
 
 def _short_repr(value: Any) -> str:
+    # repr() fails for a number with too many digits, and for some objects.
     try:
         text = repr(value)
-    # A number with too many digits, or an object whose repr() fails.
     except Exception as error:
         text = f"<{type(value).__name__}, {error}>"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
@@ -280,13 +259,13 @@ def _short_repr(value: Any) -> str:
 def convert(value: Any, wanted: Any) -> Any:
     """Convert a value to the wanted type: int to float, list to tuple, numpy values to Python's.
 
-    Raises:
-        ValueError: another type, outside the limits, or none of the choices of a Literal.
+    Raises ValueError for another type, outside the limits, or for none of a Literal's choices.
     """
     given = value
     if type(value).__module__ == "numpy":
         value = value.tolist()
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    # A refusal further inside is reworded at the end, for the whole value.
     if origin is Annotated:
         with contextlib.suppress(ValueError):
             value = convert(value, arguments[0])

@@ -1,7 +1,6 @@
 """A Config on a command line: under a bare torchrun, and for ``python -m labkit run``.
 
-The parser is tyro's, which makes an option of each field of a dataclass. It is imported where it is
-used, because ranks of a run read no command line.
+The parser is tyro's, which makes an option of each field of a dataclass.
 """
 
 import argparse
@@ -17,10 +16,8 @@ from labkit.program_source import find_sibling_programs, read_field_docs
 
 
 def parse_argv(config_class: type[config.ConfigType], argv: Sequence[str]) -> config.ConfigType:
-    """Build a Config from a command line, presets included; ``--help`` lists the fields.
-
-    Exits when an argument is wrong; ParameterError where ``__post_init__`` refuses the values.
-    """
+    """Build a Config from a command line; exit if it is wrong, or after ``--help``."""
+    # Ranks of a run read no command line, and need no parser.
     import tyro
 
     about = config_class.__doc__ or ""
@@ -37,18 +34,13 @@ def cli_dataclass(
 ) -> type[Any]:
     """Return the fields as a dataclass for tyro, which shows their docstrings and limits as help.
 
-    Args:
-        config_class: the dataclass.
-        argv: the command line; the defaults are those of the preset that it names.
-        without: names of fields that are left out.
-
-    Raises:
-        ParameterError: an option that only another program beside this one has.
+    The defaults are those of the preset that ``argv`` names; fields in ``without`` are left out.
     """
     import tyro
 
     known = config.init_fields(config_class)
     _refuse_options_of_siblings(config_class, argv, {*known, *without})
+    # Only the preset is read here, before tyro reads everything, because it decides the defaults.
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = config.preset_values(config_class, presets.parse_known_args(argv)[0].preset)
@@ -77,9 +69,7 @@ def _refuse_options_of_siblings(
 
 
 def cli_list_dataclass(read: type[Any]) -> type[Any]:
-    """Let each field of a ``cli_dataclass`` take several values, by default none, if it is no
-    tuple.
-    """
+    """Let each field of a ``cli_dataclass`` take several values, by default none; drop tuples."""
     fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):

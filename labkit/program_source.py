@@ -23,8 +23,8 @@ from typing import Any
 
 from labkit.errors import LabError, ParameterError
 
+# The functions of ``labkit.rank`` by which a program gets the Config of its run.
 CONFIG_LOADERS = {"run_main", "load_config"}
-"""The functions of ``labkit.rank`` by which a program gets the Config of its run."""
 CONFIG_IMPORT_RULE = (
     "it is read without running the program: it may use what the program's top level imports, "
     "assigns or defines above it"
@@ -36,11 +36,8 @@ _parse_lock = threading.Lock()
 def compile_config(program: Path) -> type[Any] | None:
     """Compile the class Config of a rank program, with what it names above it; None without one.
 
-    Sets on the class what its text says: ``program_file``, ``field_docs``, ``field_lines``, and
-    ``is_loaded``, whether the program reads its Config from the run.
-
-    Raises:
-        ParameterError: the program is not Python, or the class needs what is not above it.
+    The class gets ``program_file``, ``field_docs``, ``field_lines``, and ``is_loaded``: whether the
+    program reads its Config from the run. ParameterError: it needs what is not above it.
     """
     tree = parse_program(program)
     definition = _find_config(tree)
@@ -107,11 +104,7 @@ def _docs_below_fields(definition: ast.stmt) -> dict[str, str]:
 
 
 def read_replaceable(program: Path) -> dict[str, inspect.Signature]:
-    """Return the functions of a rank program that a run can replace, with their arguments' names.
-
-    Raises:
-        ParameterError: the program is not Python.
-    """
+    """Return the functions of a program that a run can replace, with their arguments' names."""
     return {
         node.name: _argument_signature(node.args)
         for node in parse_program(program).body

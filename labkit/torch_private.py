@@ -24,15 +24,15 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+# Versions of torch in which the names below were found.
 SEEN = ("2.11.0", "2.12.0", "2.13.0")
-"""Versions of torch in which the names below were found."""
+# ``torch.__version__``, read on each access.
 TORCH_VERSION: str
-"""``torch.__version__``, read on each access."""
 
 
 class PrivateName(NamedTuple):
-    """One part of torch: ``module:attribute`` or a module, what it is needed for, what does not
-    work without it, the part of labkit that uses it, and the versions of torch that have it.
+    """One part of torch: its path (``module:attribute`` or a module), what it is needed for, what
+    is lost without it, the part of labkit that uses it, and the versions of torch that have it.
     """
 
     path: str
@@ -76,12 +76,7 @@ class PrivateName(NamedTuple):
 
 
 def get(name: str) -> Any:
-    """Import a part of torch by the end of its path.
-
-    Raises:
-        AttributeError: the name matches no entry of the table, or several.
-        RuntimeError: the installed torch lacks it.
-    """
+    """Import a part of torch by the end of its path; AttributeError unless that fits one entry."""
     return _find_entry(name).resolve()
 
 
@@ -141,22 +136,22 @@ _MODULE_FUNCTIONS = {
     "get_device_name",
     "accelerator": "empty_host_cache set_device_index current_device_index device_index",
 }
+# Public functions of torch.cuda and torch.accelerator that a simulation answers as a GPU would.
 DEVICE_FUNCTIONS = {
     module: tuple(f"{_DEVICE_FUNCTIONS} {names}".split())
     for module, names in _MODULE_FUNCTIONS.items()
 }
-"""Public functions of torch.cuda and torch.accelerator that a simulation answers as a GPU would."""
+# Functions that answer programs as a GPU would in a simulation, and torch itself truthfully.
 DEVICE_QUESTIONS = (
     *("cuda.is_available", "cuda.device_count", "accelerator.is_available"),
     *("accelerator.device_count", "accelerator.current_accelerator"),
 )
-"""Functions that answer programs as a GPU would in a simulation, and torch itself truthfully."""
 _MESH_MODULES = ("device_mesh", "tensor", "tensor.device_mesh", "fsdp._fully_shard._fsdp_init")
+# Every module in which a program, or FSDP2 without a mesh, finds torch's init_device_mesh.
 MESH_FACTORIES = (
     "torch.distributed:init_device_mesh",
     *(f"torch.distributed.{module}:init_device_mesh" for module in _MESH_MODULES),
 )
-"""Every module in which a program, or FSDP2 without a mesh, finds torch's init_device_mesh."""
 
 # [part of labkit] what is lost. Below it the paths, with the reason; several names after a path
 # have the same owner, and names below a path without a reason are indented.

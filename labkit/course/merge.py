@@ -18,8 +18,8 @@ from typing import Any
 
 Cell = Any  # nbformat's NotebookNode
 Notebook = Any
+# Fraction of words that two versions of a cell must share.
 MIN_SIMILARITY = 0.5
-"""Fraction of words that two versions of a cell must share."""
 MAX_TITLE_LENGTH = 60
 
 

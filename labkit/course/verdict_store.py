@@ -1,18 +1,15 @@
 """Keep the verdict of every check beside the learner's copies, and tell how far a learner is.
 
 A verdict is written to ``progress.json`` if the notebook's kernel started in or below a folder of
-copies, which has a hidden folder of its own. Elsewhere, as where notebooks are built and tested,
-verdicts last only as long as the kernel. LABKIT_VERDICTS names another file.
-
-The file keeps each exercise's first pass, last verdict and number of tries, so that a pass is never
-taken back.
+copies, or to the file that LABKIT_VERDICTS names. Elsewhere, as where notebooks are built and
+tested, it lasts as long as the kernel. A pass is never taken back.
 """
 
 import contextlib
 import datetime
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -62,18 +59,14 @@ class ExerciseProgress:
         return ExerciseProgress(verdict, when, tries, self.first_passed or passed)
 
 
+# By a lab's short name, then by an exercise's.
 Verdicts = Mapping[str, Mapping[str, ExerciseProgress]]
-"""By a lab's short name, then by an exercise's."""
 _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict, and return whether the exercise exists; warn if the file is not writable.
-
-    Args:
-        lab: its short name, such as "fsdp".
-        exercise: name of the function or class that was judged.
-        verdict: one of STATES.
+    """Keep a verdict, one of STATES, on the function or class ``exercise`` of a lab, such as
+    "fsdp"; return whether the exercise exists, and warn if the file is not writable.
     """
     # labkit may be installed without its notebooks, and then there are no labs.
     with contextlib.suppress(LabError):
@@ -96,8 +89,11 @@ def _keep_verdict(lab: str, exercise: str, verdict: str) -> None:
     path = progress_path()
     if path is None:
         return
+    hidden = path.parent / LABKIT_FOLDER_NAME
+    folder = hidden if private_files.is_own_folder(hidden) else path.parent
     try:
-        with _lock_file(path):
+        # The lock is a file of its own, because every write replaces the file of verdicts.
+        with private_files.lock_file(folder / f"{path.name}.lock"):
             kept = read_verdicts(path)
             add_to(kept)
             write_json(path, verdicts_to_json(kept))
@@ -158,16 +154,6 @@ def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
     return {"version": FORMAT_VERSION, "verdicts": plain}
 
 
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    folder = path.parent / LABKIT_FOLDER_NAME
-    if not private_files.is_own_folder(folder):
-        folder = path.parent
-    # The lock is a file of its own, because every write replaces the file of verdicts.
-    with private_files.lock_file(folder / f"{path.name}.lock"):
-        yield
-
-
 @dataclass(frozen=True)
 class LabProgress:
     """How far a learner is with one lab; ``states`` has no entry for an exercise never judged."""
@@ -203,9 +189,7 @@ def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
 
 
 def so_far(lab: str) -> LabProgress:
-    """Return how far you are with a lab, such as "fsdp", in this session and earlier ones; raise
-    ParameterError if there is no such lab.
-    """
+    """Return how far you are with a lab, such as "fsdp", in this session and earlier ones."""
     path, known = progress_path(), lab_catalog.find_lab(lab)
     try:
         earlier = read_verdicts(path) if path else {}

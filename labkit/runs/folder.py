@@ -40,12 +40,12 @@ from labkit.environment import ENV_PROCESS_RANKS, ENV_RUNS_FOLDER
 from labkit.errors import LabError, ParameterError, RecordError
 from labkit.runs import private_files
 
+# The checkout of labkit, or the folder that contains the installed packages.
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout of labkit, or the folder that contains the installed packages."""
+# Whether ROOT is a checkout, which has room for runs and copies.
 IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
-"""Whether ROOT is a checkout, which has room for runs and copies."""
+# The folder of labkit's own files among a learner's copies, by which these are known.
 LABKIT_FOLDER_NAME = ".labkit"
-"""The folder of labkit's own files among a learner's copies, by which these are known."""
 JSON_FIX = "labkit writes this file as an object: mend it by hand, or run again"
 MIN_FREE_DISK_BYTES = 64 * 1024
 
@@ -166,12 +166,9 @@ def rank_of_process(index: int) -> int:
 
 
 def runs_folder() -> Path:
-    """Return $LABKIT_RUNS, else runs/ in the workspace folder.
-
-    Raises:
-        LabError: LABKIT_RUNS begins with the home folder of an unknown user.
-    """
+    """Return $LABKIT_RUNS, else runs/ in the workspace folder."""
     chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
+    # Python leaves the ~ of an unknown user as it is.
     if chosen.startswith("~"):
         fix = "set it to a folder, such as ~/runs or /tmp/runs"
         raise LabError(f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; {fix}")

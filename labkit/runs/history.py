@@ -36,8 +36,8 @@ from labkit.runs.verdict import FINISHED_EXITS
 if TYPE_CHECKING:
     import pandas
 
+# The name that a run's folder has from labkit.
 RUN_NAME_PATTERN = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
-"""The name that a run's folder has from labkit."""
 RUNNING = "running"
 FINAL_EXITS = (*FINISHED_EXITS, "failed", "timed out", "interrupted", "cancelled")
 ABANDON_GRACE_S = 3600.0
@@ -48,9 +48,7 @@ MAX_COLUMN_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A recorded run: its folder, the content of run.json, and what is wrong with that, if it is
-    damaged; ``info`` is then {}.
-    """
+    """A recorded run; ``info`` is its run.json, or {} if that has a ``problem``."""
 
     folder: Path
     info: dict[str, Any]
@@ -64,10 +62,8 @@ class HistoryEntry:
         return 0.0
 
     def state(self, in_use: set[str]) -> str:
-        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged".
-
-        Args:
-            in_use: result of ``folders_in_use``.
+        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"; for
+        ``in_use`` see ``folders_in_use``.
         """
         if str(self.folder) in in_use:
             return RUNNING
@@ -81,11 +77,7 @@ class HistoryEntry:
 
 
 def find_runs(*, program: str | None = None, limit: int | None = None) -> list[HistoryEntry]:
-    """Return the recorded runs, newest first: those of one program, at most ``limit``.
-
-    Raises:
-        LabError: the runs folder cannot be read.
-    """
+    """Return the recorded runs, newest first: those of one program, at most ``limit``."""
     place = runs_folder()
     try:
         with os.scandir(place) as found:
@@ -129,9 +121,7 @@ def folders_in_use() -> set[str]:
 
 
 def find_run_folder(name: str) -> Path:
-    """Find a run by its folder's name, a unique ending of it, or a path; else raise
-    RunFileNotFound.
-    """
+    """Find a run by its folder's name, a unique ending of it, or a path."""
     place = runs_folder()
     for folder in (place / name, Path(name)):
         if (folder / "run.json").is_file():
@@ -185,11 +175,7 @@ def _printable(text: str) -> str:
 
 
 def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
-    """Compare runs, one column each: arguments that differ, then every measured value.
-
-    Raises:
-        ParameterError: there is nothing to compare.
-    """
+    """Compare runs, one column each: arguments that differ, then every measured value."""
     import pandas
 
     results = list(results)
@@ -220,15 +206,8 @@ def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
 def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
 ) -> list[HistoryEntry]:
-    """Return the runs that may be removed, newest first. With both limits, a run must exceed both.
-
-    Args:
-        keep: number of newest runs to keep.
-        older_than_days: minimum age.
-        program: only runs of this program; ``keep`` counts these alone.
-
-    Raises:
-        ParameterError: no limit is given, or one is negative.
+    """Return the runs that may be removed, newest first: all but the newest ``keep``, of a minimum
+    age, of one program. With both limits, a run must exceed both; with neither, ParameterError.
     """
     if keep is None and older_than_days is None:
         rule = "say how many to keep, or from which age to remove"
@@ -283,10 +262,5 @@ def _remove_run_folder(folder: Path) -> None:
 
 def total_bytes(entries: Iterable[HistoryEntry]) -> int:
     """Return the size of all files of these runs, in bytes."""
-    sizes = 0
-    for entry in entries:
-        for folder, _, names in os.walk(entry.folder):
-            for name in names:
-                with suppress(OSError):
-                    sizes += os.lstat(os.path.join(folder, name)).st_size
-    return sizes
+    paths = (path for entry in entries for path in entry.folder.rglob("*"))
+    return sum(path.lstat().st_size for path in paths if path.is_file())

@@ -30,8 +30,8 @@ from typing import IO, Any
 from labkit.errors import RecordError
 from labkit.runs import private_files
 
+# The version of records and run.json that is written.
 FORMAT_VERSION = 2
-"""The version of records and run.json that is written."""
 READABLE_VERSIONS = (1, 2)
 FIELDS_BY_KIND: dict[str, dict[str, type]] = {
     "span": {"start_us": float, "dur_us": float},
@@ -47,8 +47,8 @@ RECORD_FIX = (
     "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the"
     " line, or run again"
 )
+# The scalar in which a rank says how many steps it will time, for the display of progress.
 PLANNED_STEPS = "planned_steps"
-"""The scalar in which a rank says how many steps it will time, for the display of progress."""
 # The largest number that an integer column of a table holds.
 MAX_INT64 = 2**63 - 1
 

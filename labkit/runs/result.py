@@ -22,16 +22,16 @@ FIELD_TYPES = {
     name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()
 }
 MAX_RANKS = 1_000_000
+# Fields that every run.json has.
 RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
-"""Fields that every run.json has."""
+# Fields of run.json besides, where ranks were simulated.
 SIMULATION_TYPES = {"ranks": list, "ranks_per_host": int}
-"""Fields of run.json besides, where ranks were simulated."""
+# Fields of the objects in run.json, which need not be there.
 PART_TYPES: dict[str, dict[str, type]] = {
     "hardware": {"name": str},
     "verdict": {"ok": bool, "compared": object},
     "session": {"device": str, "device_name": str, "cores": int, "torch": str},
 }
-"""Fields of the objects in run.json, which need not be there."""
 
 
 class UnknownValue(LabError, KeyError):
@@ -290,9 +290,7 @@ def _count_text(number: int, thing: str) -> str:
 def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder, whether it ended well or not.
 
-    Raises:
-        RunFileNotFound: the folder is not that of a run. It is a FileNotFoundError.
-        RecordError: a malformed record, run.json or session.json.
+    Raises RunFileNotFound, a FileNotFoundError, and RecordError for a malformed file.
     """
     path = Path(folder).resolve()
     if not RunFolder(path).run_json.exists():

@@ -6,8 +6,8 @@ from typing import Any
 
 from labkit.runs.folder import RunFolder, read_json
 
+# How a run ends whose ranks all left in order; "differs" if its check found a difference.
 FINISHED_EXITS = ("ok", "differs")
-"""How a run ends whose ranks all left in order; "differs" if its check found a difference."""
 
 
 def finished_exit(folder: RunFolder) -> str:
