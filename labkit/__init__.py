@@ -82,6 +82,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magics(TorchrunMagics)
 
 
+# A notebook gets its cell magic, and torch is imported for its ranks before the first run.
 if in_kernel():
     from IPython import get_ipython
 

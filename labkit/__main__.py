@@ -32,7 +32,7 @@ import importlib
 import json as json_module
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -52,6 +52,9 @@ PROG = "python -m labkit"
 # Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name.
 MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
 PRUNE_PREVIEW_ROWS = 10
+RUN = tyro.conf.arg(
+    metavar="RUN", help="A run: its folder's name, the end of that name, or a path."
+)
 
 
 @dataclass
@@ -119,7 +122,8 @@ def _dispatch_command(words: list[str]) -> int:
 
 def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str], prog: str) -> int:
     done: Any = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=words)
-    return done if isinstance(done, int) else execute_command(done, {})
+    # A function has done its work, and returns its exit status or None; a class has none yet.
+    return done or 0 if isinstance(done, int | None) else execute_command(done, {})
 
 
 def program_commands() -> dict[str, Any]:
@@ -137,9 +141,6 @@ def parse_run_command(
 
     The parameters are those that differ from the defaults, each with its values in a tuple if the
     command takes lists.
-
-    Raises:
-        ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
     kind, prog = program_commands()[name], f"{PROG} {name}"
@@ -158,6 +159,7 @@ def parse_run_command(
     options = cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
     if kind.takes_lists:
         options = cli_list_dataclass(options)
+    # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     parameters = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
     combined = make_dataclass(
@@ -180,17 +182,16 @@ def execute_command(command: Any, parameters: dict[str, Any]) -> int:
     return command.execute(**own, **parameters)
 
 
-def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
+def show_run_summary(folder: tyro.conf.Positional[Path]) -> None:
     """Show the summary of an earlier run.
 
     Args:
         folder: The run's folder, such as runs/20260102-030405-convnext_spatial-a1b2.
     """
     print(labkit.load(folder).summary().to_string())
-    return 0
 
 
-def list_runs(program: str | None = None, limit: int = 20) -> int:
+def list_runs(program: str | None = None, limit: int = 20) -> None:
     """List recorded runs, the newest first. See also `runs show`, `runs compare` and `runs prune`.
 
     Args:
@@ -202,32 +203,19 @@ def list_runs(program: str | None = None, limit: int = 20) -> int:
     if shown:
         print(history.format_table(shown))
     print(f"{len(shown):,} of {len(found):,} runs in {runs_folder()}")
-    return 0
 
 
-def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]) -> int:
-    """Show one run: its folder, how it ended, its values by rank.
-
-    Args:
-        run: The name of its folder, the end of that name, or a path.
-    """
+def show_run(run: Annotated[tyro.conf.Positional[str], RUN]) -> None:
+    """Show one run: its folder, how it ended, its values by rank."""
     result = labkit.load(history.find_run_folder(run))
     print(f"{result.folder}\n{result}")
-    return 0
 
 
-def compare_runs(
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")],
-) -> int:
-    """Show the parameters in which runs differ, and their values, side by side.
-
-    Args:
-        runs: Two or more, each by its folder's name, the end of that name, or a path.
-    """
+def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], RUN]) -> None:
+    """Show the parameters in which two runs or more differ, and their values, side by side."""
     compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
     texts = compared.map(lambda each: f"{each:,.6g}" if isinstance(each, float) else str(each))
     print(texts.to_string())
-    return 0
 
 
 def prune_runs(
@@ -276,12 +264,13 @@ def print_diagnosis(json: bool = False) -> int:
         json: Print one JSON object instead of text.
     """
     report = doctor.run_checks()
-    print(json_module.dumps(report.as_dict(), indent=2) if json else report)
+    content = {"ok": report.ok, **asdict(report)}
+    print(json_module.dumps(content, indent=2) if json else report)
     return 0 if report.ok else 1
 
 
 TOP_COMMANDS = {"show": show_run_summary, "doctor": print_diagnosis, "runs": list_runs}
-HISTORY_COMMANDS: dict[str, Callable[..., int]] = {
+HISTORY_COMMANDS: dict[str, Callable[..., int | None]] = {
     "list": list_runs,
     "show": show_run,
     "compare": compare_runs,

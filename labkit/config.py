@@ -46,10 +46,7 @@ ConfigType = TypeVar("ConfigType")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a number, given in its type: ``Annotated[float, Limits(at_least=0, below=1)]``.
-
-    Infinite and NaN values are never allowed.
-    """
+    """Limits of a finite number, given in its type: ``Annotated[int, Limits(at_least=2)]``."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -170,8 +167,8 @@ def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Check a parameter of a notebook against the limits of ``Limits``, and raise ParameterError
-    with what it must be and why, ``because`` of what in the notebook.
+    """Raise ParameterError unless a notebook's parameter is of this kind and within these Limits;
+    ``because`` says what in the notebook needs that.
     """
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:

@@ -35,9 +35,7 @@ COLOURS = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: the thing that was checked, what was found, and the fix and the labs
-    concerned, if any.
-    """
+    """What was checked and found, and the fix and the labs concerned, if any."""
 
     status: Literal["OK", "NOTE", "FAIL"]
     what: str
@@ -61,9 +59,6 @@ class Diagnosis:
     def ok(self) -> bool:
         """Whether every lab can run here."""
         return all(finding.status != "FAIL" for finding in self.findings)
-
-    def as_dict(self) -> dict[str, object]:
-        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
 
     def __str__(self) -> str:
         failed = sum(finding.status == "FAIL" for finding in self.findings)
@@ -134,7 +129,7 @@ def check_sharded_convolution() -> Finding:
 
 def check_torch_features() -> Finding:
     """Check for features of a later torch, which only skipped tests need."""
-    if found := requirements.feature_problem(requirements.UNEVEN_SEQUENCE):
+    if found := requirements.uneven_sequence_problem():
         return Finding("NOTE", "Older PyTorch", found, labs="no lab, tests of it are skipped")
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 

@@ -14,6 +14,7 @@ def shorten(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """Return a text, cut in its middle to ``limit`` characters plus a remark if it is longer."""
     if len(text) <= limit:
         return text
+    # The middle goes: the first lines name the place of a failure, the last ones its cause.
     left_out = f"{len(text) - limit:,} characters left out here"
     remark = f"\n... {left_out}; they are in the output of the run ...\n"
     return text[: limit // 2] + remark + text[-(limit // 2) :]
@@ -40,8 +41,7 @@ class RankFailed(LabError):
 
     Attributes:
         rank: the global rank that failed first, or -1 if torchrun failed before any rank did.
-        exc_type: class name of its exception, such as ``"ValueError"``, a signal such as
-            ``"SIGKILL"``, or ``"exit status 3"``.
+        exc_type: class of its exception ("ValueError"), a signal ("SIGKILL"), or "exit status 3".
         message: the exception's text.
         traceback: the rank's traceback, or "".
         log: the file with this rank's output.
@@ -64,10 +64,7 @@ class HostLost(LabError):
 
 
 class RunTimedOut(LabError):
-    """The run exceeded its limit of ``timeout_s`` seconds and was stopped.
-
-    ``stacks`` has each rank's Python stacks at that moment, ``output`` what it had printed.
-    """
+    """The run exceeded its limit; ``stacks`` has where each rank was, ``output`` what it said."""
 
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)

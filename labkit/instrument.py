@@ -79,10 +79,7 @@ class DummyWork:
 
 
 class DummyDDP(nn.Module):
-    """DistributedDataParallel with one dummy all-reduce for each gradient, and no buckets.
-
-    The group that counts them is by default one of a single rank.
-    """
+    """DistributedDataParallel with one dummy all-reduce for each gradient, and no buckets."""
 
     def __init__(self, module: nn.Module, process_group: DummyProcessGroup | None = None):
         super().__init__()

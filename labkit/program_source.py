@@ -193,6 +193,7 @@ def _execute_class(program: Path, above: list[ast.stmt], definition: ast.ClassDe
         _bind_sibling_configs(program, node, module)
     # Imports whose every name is bound already have none left.
     above = [node for node in above if getattr(node, "names", True)]
+    # With annotations as strings, a class may name types that are defined below it.
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     tree = ast.fix_missing_locations(ast.Module([future, *above, definition], []))
     # dataclass() looks up the names of annotations in sys.modules.

@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 from importlib import metadata
-from typing import NamedTuple
 
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
@@ -15,31 +14,17 @@ LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/host
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
-class TorchFeature(NamedTuple):
-    """What torch can do from version ``since`` on; older versions skip its tests."""
-
-    since: tuple[int, int]
-    description: str
-    issue: str
-
-
-UNEVEN_SEQUENCE = TorchFeature(
-    since=(2, 13),
-    description="sequence parallelism over a sequence that the ranks cannot share evenly",
-    issue="pytorch/pytorch#143748",
-)
-
-
-def feature_problem(feature: TorchFeature) -> str:
-    """Return why the installed torch cannot do this, or "" if it can."""
-    if torch_version() >= feature.since:
+def uneven_sequence_problem() -> str:
+    """Return why this torch lacks what only a skipped test needs, or "" if it has it."""
+    if torch_version() >= (2, 13):
         return ""
-    major, minor = feature.since
-    return f"{feature.description} needs torch {major}.{minor} ({feature.issue})"
+    what = "sequence parallelism over a sequence that the ranks cannot share evenly"
+    return f"{what} needs torch 2.13 (pytorch/pytorch#143748)"
 
 
 def usable_cores() -> list[int]:
     """Return the CPU cores that this process may use, which can be fewer than the machine has."""
+    # macOS has no affinity of processes to cores.
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

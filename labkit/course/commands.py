@@ -1,4 +1,4 @@
-"""The commands of a course. Each returns its exit status."""
+"""The commands of a course. Each returns its exit status, or None for 0."""
 
 import getpass
 import sys
@@ -10,23 +10,26 @@ import tyro
 
 from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
 
-LabName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")]
 FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
+LAB = tyro.conf.arg(metavar="LAB", help="The lab: its number, or the notebook's name.")
+LabName = Annotated[tyro.conf.Positional[str], LAB]
+HERE = tyro.conf.arg(help="Where the copies are; by default my/.")
+CopiesFolder = Annotated[Path | None, HERE]
 
 
 def start_lab(
     name: LabName = "0",
     /,
     browser: bool = True,
-    folder: Path | None = None,
+    folder: CopiesFolder = None,
     jupyter_options: tuple[str, ...] = (),
-) -> int:
+) -> None:
     """Open JupyterLab on your own copies of the labs, which are made where they are missing.
 
     Args:
-        name: The lab to open: its number, or the notebook's name.
+        name: The lab to open.
         browser: Open a browser; otherwise the address is printed.
-        folder: Where the copies are; by default my/.
+        folder: Where the copies are.
         jupyter_options: Options of JupyterLab, as one ends: --jupyter-options=--port=9999
     """
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
@@ -36,55 +39,39 @@ def start_lab(
         fix = "`python -m labkit update` brings it into your copies."
         print(f"There is something new in {new}: {fix}")
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
-    return 0
 
 
-def reset_lab(name: LabName, /, folder: Path | None = None) -> int:
-    """Begin a lab again with a fresh copy. The earlier one is kept beside it, named with the time.
-
-    Args:
-        name: The lab: its number, or the notebook's name.
-        folder: Where the copies are; by default my/.
-    """
+def reset_lab(name: LabName, /, folder: CopiesFolder = None) -> None:
+    """Begin a lab again with a fresh copy; the earlier one stays beside it, named with the time."""
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     kept = copies.reset_copy(wanted, place)
     print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
-    return 0
 
 
-def update_labs(folder: Path | None = None) -> int:
-    """Bring what is new in the labs into your copies. What you changed stays, and is listed.
-
-    Args:
-        folder: Where the copies are; by default my/.
-    """
+def update_labs(folder: CopiesFolder = None) -> int:
+    """Bring what is new in the labs into your copies. What you changed stays, and is listed."""
     said, problems = copies.update_copies(_copies_folder(folder))
     print("\n".join(said))
     return _print_problems(problems)
 
 
-def show_progress(folder: Path | None = None) -> int:
-    """Show which exercises have passed.
-
-    Args:
-        folder: Where the copies are; by default my/.
-    """
+def show_progress(folder: CopiesFolder = None) -> None:
+    """Show which exercises have passed."""
     print(verdict_store.progress_text(_load_verdicts(folder)))
-    return 0
 
 
 def export_progress(
     file: Annotated[tyro.conf.Positional[Path | None], FILE] = None,
     /,
     name: str | None = None,
-    folder: Path | None = None,
-) -> int:
+    folder: CopiesFolder = None,
+) -> None:
     """Write one file for a teacher: your name, labkit's version, and what the checks said.
 
     Args:
         file: The file to write; by default labkit-NAME.json here.
         name: Your name; asked for in a terminal, otherwise that of your account.
-        folder: Where the copies are; by default my/.
+        folder: Where the copies are.
     """
     known = _load_verdicts(folder)
     whose = (name if name is not None else _ask_name()).strip()
@@ -92,7 +79,6 @@ def export_progress(
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
     print(f"wrote {path}, of {whose}")
-    return 0
 
 
 def _ask_name() -> str:

@@ -41,6 +41,7 @@ def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> Non
     if path.exists():
         # Only another export may be overwritten; anything else raises here.
         read_export(path)
+    # In a checkout on the path labkit may not be installed, and then has no version.
     versions = [found.version for found in metadata.distributions(name="labkit")]
     content = {
         "kind": EXPORT_KIND,

@@ -21,9 +21,7 @@ ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 
 
 def prepare_environment(folder: Path) -> dict[str, str]:
-    """Write the configuration, and return the environment for a JupyterLab on this folder; raise
-    LabError if the folder belongs to another user.
-    """
+    """Write the configuration, and return the environment for a JupyterLab on this folder."""
     # JupyterLab executes its configuration, so no other user may be able to write one there.
     try:
         private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
@@ -67,9 +65,7 @@ def jupyter_command(
 
 
 def exec_jupyter(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
-    """Replace this process with JupyterLab, which then receives Ctrl-C and signals; raise LabError
-    if it is not installed.
-    """
+    """Replace this process with JupyterLab, which then receives Ctrl-C and signals."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise LabError(f"no JupyterLab in {sys.prefix}: pip install 'labkit[notebook]'")
     environment = prepare_environment(folder)

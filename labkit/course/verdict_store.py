@@ -98,6 +98,7 @@ def _keep_verdict(lab: str, exercise: str, verdict: str) -> None:
             add_to(kept)
             write_json(path, verdicts_to_json(kept))
     except (LabError, OSError) as error:
+        # Five calls up is the learner's cell.
         warnings.warn(f"this verdict is not kept: {error}", stacklevel=5)
 
 

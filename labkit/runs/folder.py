@@ -123,6 +123,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds the old file or the new one, never a part."""
+    # With the process id in its name, two writers do not share a file.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with private_files.open_file(unfinished, "w", encoding="utf-8") as file:

@@ -139,6 +139,7 @@ def find_run_folder(name: str) -> Path:
 
 def format_table(entries: Sequence[HistoryEntry]) -> str:
     """Format runs as a table: start, program, ranks, end, duration, given parameters, folder."""
+    # Asking every process takes long, and tells nothing new of runs that have ended.
     unsure = any(entry.info.get("exit") not in FINAL_EXITS for entry in entries)
     in_use = folders_in_use() if unsure else set()
     rows = [_table_row(entry, in_use) for entry in entries]

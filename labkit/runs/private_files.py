@@ -84,6 +84,7 @@ def lock_file(path: Path) -> Iterator[None]:
     # What another user may have put in its place is neither followed nor waited for.
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
+        # flock has no time limit of its own.
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         while not _try_lock(number):
             if time.monotonic() > give_up:

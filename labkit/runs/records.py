@@ -69,6 +69,7 @@ class RecordWriter:
         self.lines: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
         if folder:
+            # Line by line, so that a rank that is killed loses no whole record.
             self._file = private_files.open_file(record_path(folder, rank), "a", buffering=1)
             _lock_record_file(self._file)
 

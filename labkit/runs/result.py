@@ -66,9 +66,7 @@ class RankOutput:
         return content
 
     def artifact(self, name: str) -> str:
-        """Return the text that the program saved with ``here.save_artifact``, or raise
-        RunFileNotFound, a FileNotFoundError, with the names that are there.
-        """
+        """Return the text that this rank's program saved with ``here.save_artifact``."""
         path = self.folder.artifact(self.rank, name)
         if not path.exists():
             names = ", ".join(self.folder.artifact_names(self.rank)) or "nothing"
@@ -358,6 +356,7 @@ def _values_by_name(rows: pandas.DataFrame, several_hosts: bool) -> dict[str, An
     }
 
 
+# Bytes and counts are floats where a column also has gaps, and are shown as whole numbers.
 def _as_int_if_whole(value: float) -> float:
     return int(value) if int(value) == value else float(value)
 
