@@ -28,6 +28,7 @@ Exit status:
     130   interrupted with Ctrl-C; the ranks are gone
 """
 
+import functools
 import importlib
 import json as json_module
 import sys
@@ -114,9 +115,10 @@ def _dispatch_command(words: list[str]) -> int:
     if name in programs and rest and not rest[0].startswith("-"):
         return execute_command(*parse_run_command(rest[0], rest[1:], name))
     if name == "runs":
-        is_help = rest[:1] in (["-h"], ["--help"])
-        words = rest if rest and (is_help or not rest[0].startswith("-")) else ["list", *rest]
-        return _run_subcommand(HISTORY_COMMANDS, words, f"{PROG} runs")
+        # `runs` alone lists, and so does `runs --limit 100`.
+        if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
+            rest = ["list", *rest]
+        return _run_subcommand(HISTORY_COMMANDS, rest, f"{PROG} runs")
     return _run_subcommand({"run": RunCommand, **TOP_COMMANDS} | programs | COMMANDS, words, PROG)
 
 
@@ -146,13 +148,9 @@ def parse_run_command(
     kind, prog = program_commands()[name], f"{PROG} {name}"
     config_class = config.read_config(path)
     if config_class is None:
-        about, args = (
-            f"{path.stem} has no class Config, so it takes no parameters",
-            [program, *words],
-        )
-        command, unknown = tyro.cli(
-            kind, prog=prog, description=f"{about}.", args=args, return_unknown_args=True
-        )
+        about = f"{path.stem} has no class Config, so it takes no parameters"
+        parse = functools.partial(tyro.cli, kind, prog=prog, description=f"{about}.")
+        command, unknown = parse(args=[program, *words], return_unknown_args=True)
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}

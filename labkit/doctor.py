@@ -129,7 +129,7 @@ def check_sharded_convolution() -> Finding:
 
 def check_torch_features() -> Finding:
     """Check for features of a later torch, which only skipped tests need."""
-    if found := requirements.uneven_sequence_problem():
+    if found := requirements.torch_feature_problem():
         return Finding("NOTE", "Older PyTorch", found, labs="no lab, tests of it are skipped")
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 

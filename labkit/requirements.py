@@ -14,7 +14,7 @@ LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/host
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
-def uneven_sequence_problem() -> str:
+def torch_feature_problem() -> str:
     """Return why this torch lacks what only a skipped test needs, or "" if it has it."""
     if torch_version() >= (2, 13):
         return ""

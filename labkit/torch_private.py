@@ -330,8 +330,7 @@ torch.amp:GradScaler
 torch.distributed.fsdp.sharded_grad_scaler
     ShardedGradScaler._amp_update_scale_cpu_: replaced: the scale is a value
 torch:_C._nn._parse_to: replaced: model.to takes the CPU for a GPU
-torch.amp:autocast.__init__: replaced: it takes the CPU for a GPU
-torch.utils._device:DeviceContext.__init__: replaced: it takes the CPU for a GPU
+torch.amp:autocast.__init__ torch.utils._device:DeviceContext.__init__: replaced: take CPU for a GPU
 """
 
 
@@ -347,9 +346,9 @@ def _read_table() -> Iterator[PrivateName]:
             for name in (first, *others):
                 yield PrivateName(f"{owner}{separator}{name}", why, lost, room)
         else:
-            owner = first
-            module = first.partition(":")[0]
-            for path in (first, *(f"{module}:{name}" for name in others)) if why else ():
+            owner, module = first, first.partition(":")[0]
+            for name in (first, *others) if why else ():
+                path = name if name == first or ":" in name else f"{module}:{name}"
                 yield PrivateName(path, why, lost, room)
     for path in SLOW_MODULES:
         yield PrivateName(path, "imported once for all ranks", "every run", "launcher")

@@ -98,6 +98,8 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _update_copy(folder: Path, lab: Lab) -> str:
+    import nbformat
+
     copy, pristine = folder / lab.path.name, _pristine_path(folder, lab)
     if not pristine.exists():
         fix = f"keep it beside and begin again: python -m labkit reset {lab.name}"
@@ -110,7 +112,7 @@ def _update_copy(folder: Path, lab: Lab) -> str:
         earlier = folder / LABKIT_FOLDER_NAME / "earlier" / lab.path.name
         earlier.parent.mkdir(parents=True, exist_ok=True)
         write_text(earlier, copy.read_text(encoding="utf-8"))
-        write_text(copy, _notebook_text(merged.notebook))
+        write_text(copy, nbformat.writes(merged.notebook).rstrip("\n") + "\n")
         # The pristine notebook comes last, so that an interrupted update is repeated.
         write_text(pristine, lab.path.read_text(encoding="utf-8"))
     done = f"{merged.changed} cells with a new text, {merged.added} new, {merged.removed} removed"
@@ -128,12 +130,6 @@ def _read_notebook(path: Path) -> Any:
         first = (str(error).splitlines() or [""])[0][:200]
         fix = f"mend it, or keep it beside and begin again: python -m labkit reset {path.stem}"
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None
-
-
-def _notebook_text(notebook: Any) -> str:
-    import nbformat
-
-    return str(nbformat.writes(notebook)).rstrip("\n") + "\n"
 
 
 @contextlib.contextmanager

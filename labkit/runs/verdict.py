@@ -45,7 +45,7 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     error, found = verdict.get("max_rel_error", 0.0), []
     if not error <= verdict.get("limit", math.inf):
         worst = verdict.get("worst") or "an unnamed one"
-        found.append(f"they differ, most in {worst}, by {_order_of_magnitude(error)}")
+        found.append(f"they differ, most in {worst}, by {_magnitude_text(error)}")
     if verdict.get("wrong"):
         found.append(f"{verdict['wrong']:,} of rank 0's differ")
     if not verdict["compared"] > 0:
@@ -57,7 +57,7 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _order_of_magnitude(error: float) -> str:
+def _magnitude_text(error: float) -> str:
     if not math.isfinite(error):
         return f"{error}"
     return f"more than {100 * 10.0 ** math.floor(math.log10(error)):g} %"
