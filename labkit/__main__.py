@@ -41,7 +41,6 @@ import tyro
 
 import labkit
 from labkit import config, doctor
-from labkit.config_options import cli_dataclass, cli_list_dataclass
 from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
 from labkit.launcher.run import find_program
@@ -154,9 +153,11 @@ def parse_run_command(
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
+    options = config.cli_dataclass(
+        config_class, words, without=[each.name for each in fields(kind)]
+    )
     if kind.takes_lists:
-        options = cli_list_dataclass(options)
+        options = config.cli_list_dataclass(options)
     # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     parameters = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
