@@ -1,4 +1,4 @@
-"""Reads a rank program's Config, and what a run may replace in it, without running the program.
+"""Read a rank program's Config, and what a run may replace in it, without running the program.
 
 The file is a script: importing it would import torch, and where it has no ``if __name__`` run it.
 So the class Config is compiled alone, with the imports, assignments and definitions above it that
