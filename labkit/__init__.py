@@ -52,28 +52,11 @@ if TYPE_CHECKING:
     from labkit_simulate.run_simulation import simulate
     from labkit_simulate.search_result import SearchResult
 
-__all__ = [
-    "Host",
-    "HostLost",
-    "LabError",
-    "NotAllHosts",
-    "ParameterError",
-    "RankFailed",
-    "RecordError",
-    "RunResult",
-    "RunTimedOut",
-    "SearchResult",
-    "check",
-    "load",
-    "plan",
-    "run",
-    "simulate",
-    "submit",
-    "sweep",
-]
+__all__ = ["HostLost", "LabError", "NotAllHosts", "ParameterError", "RankFailed", "RecordError"]
+__all__ += ["Host", "RunResult", "RunTimedOut", "SearchResult"]
+__all__ += ["check", "load", "plan", "run", "simulate", "submit", "sweep"]
 
-# Found when they are first asked for, so that the core imports neither of the packages that stand
-# beside it.
+# Imported when they are first asked for, so that the core imports no package beside it.
 _ELSEWHERE = {
     "Host": "labkit_cluster.hosts",
     "SearchResult": "labkit_simulate.search_result",
@@ -93,14 +76,13 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the cell magic ``%%torchrun`` (``%load_ext labkit``); importing labkit in a kernel
-    does it.
-    """
+    """Register the cell magic ``%%torchrun``, as importing labkit in a kernel does."""
     from labkit.launcher.magic import TorchrunMagics
 
     shell.register_magics(TorchrunMagics)
 
 
+# A notebook gets its cell magic, and torch is imported for its ranks before the first run.
 if in_kernel():
     from IPython import get_ipython
 

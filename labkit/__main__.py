@@ -28,19 +28,19 @@ Exit status:
     130   interrupted with Ctrl-C; the ranks are gone
 """
 
+import functools
 import importlib
+import json as json_module
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
-from json import dumps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 import labkit
 from labkit import config, doctor
-from labkit.config_options import cli_dataclass, cli_list_dataclass
 from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
 from labkit.launcher.run import find_program
@@ -48,26 +48,13 @@ from labkit.runs import history
 from labkit.runs.folder import runs_folder
 from labkit.theory.sizes import readable_bytes
 
-
-class ProgramCommand(Protocol):
-    """A command that takes a program and its parameters; a dataclass whose fields are its options.
-
-    Attributes:
-        program: a name in launch/, or the path of a Python file.
-        about: the text of --help, with ``{program}`` in it.
-        takes_lists: whether each parameter of the program takes several values.
-    """
-
-    program: str
-    about: ClassVar[str]
-    takes_lists: ClassVar[bool]
-
-    def execute(self, **arguments: Any) -> int:
-        """Run the command with its options and the program's parameters, and print the outcome.
-
-        Returns:
-            The exit status.
-        """
+PROG = "python -m labkit"
+# Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name.
+MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
+PRUNE_PREVIEW_ROWS = 10
+RUN = tyro.conf.arg(
+    metavar="RUN", help="A run: its folder's name, the end of that name, or a path."
+)
 
 
 @dataclass
@@ -87,6 +74,7 @@ class RunCommand:
     timeout_s: float = 300
     """Seconds after which the run is stopped."""
 
+    # The text of --help, and whether each parameter of the program takes several values.
     about: ClassVar[str] = "Launch {program} and show its summary."
     takes_lists: ClassVar[bool] = False
 
@@ -100,17 +88,8 @@ class RunCommand:
         return 0 if result.ok else 1
 
 
-PROG = "python -m labkit"
-MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
-"""Modules of the packages beside the core; COMMANDS of each are ProgramCommands, by name."""
-# So many of the runs that would be removed are shown.
-PRUNE_PREVIEW_ROWS = 10
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. tyro itself exits when the arguments are
-    wrong.
-    """
+    """Run the command line and return the exit status; tyro exits when the arguments are wrong."""
     try:
         status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
         # A closed pipe must raise here, where it is handled, rather than at exit.
@@ -124,36 +103,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # As in `labkit ... | head`.
         redirect_to_devnull(sys.stdout)
         return 1
-    except labkit.ParameterError as error:
-        print(error, file=sys.stderr)
-        return 2
     except (labkit.LabError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, labkit.ParameterError) else 1
 
 
 def _dispatch_command(words: list[str]) -> int:
-    kinds = program_commands()
-    if words[:1] and words[0] in kinds and words[1:] and not words[1].startswith("-"):
-        return execute_command(*parse_run_command(words[1], words[2:], words[0]))
-    if words[:1] == ["runs"]:
-        return run_history_command(words[1:])
-    commands: dict[str, Callable[..., Any]] = {
-        "run": RunCommand,
-        "show": show_run_summary,
-        "doctor": print_diagnosis,
-        "runs": list_runs,
-    }
-    every = commands | kinds | COMMANDS
-    done: Any = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
-    return done if isinstance(done, int) else execute_command(done, {})
+    name, *rest = words or [""]
+    programs = program_commands()
+    if name in programs and rest and not rest[0].startswith("-"):
+        return execute_command(*parse_run_command(rest[0], rest[1:], name))
+    if name == "runs":
+        # `runs` alone lists, and so does `runs --limit 100`.
+        if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
+            rest = ["list", *rest]
+        return _run_subcommand(HISTORY_COMMANDS, rest, f"{PROG} runs")
+    return _run_subcommand({"run": RunCommand, **TOP_COMMANDS} | programs | COMMANDS, words, PROG)
 
 
-def program_commands() -> dict[str, type[ProgramCommand]]:
-    """Return the commands that take a program, by name: run, and those of the packages beside the
-    core.
-    """
-    commands: dict[str, type[ProgramCommand]] = {"run": RunCommand}
+def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str], prog: str) -> int:
+    done: Any = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=words)
+    # A function has done its work, and returns its exit status or None; a class has none yet.
+    return done or 0 if isinstance(done, int | None) else execute_command(done, {})
+
+
+def program_commands() -> dict[str, Any]:
+    """Return the commands that take a program: run, and those of the packages beside the core."""
+    commands: dict[str, Any] = {"run": RunCommand}
     for name in MODULES_WITH_COMMANDS:
         commands |= importlib.import_module(name).COMMANDS
     return commands
@@ -161,44 +137,35 @@ def program_commands() -> dict[str, type[ProgramCommand]]:
 
 def parse_run_command(
     program: str, words: Sequence[str], name: str = "run"
-) -> tuple[ProgramCommand, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """Parse the options of the command called ``name``, and those of the program from its Config.
 
     The parameters are those that differ from the defaults, each with its values in a tuple if the
     command takes lists.
-
-    Raises:
-        ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
-    kind: Any = program_commands()[name]
-    prog = f"{PROG} {name}"
+    kind, prog = program_commands()[name], f"{PROG} {name}"
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
-        command, unknown = tyro.cli(
-            kind,
-            prog=prog,
-            description=f"{about}.",
-            args=[program, *words],
-            return_unknown_args=True,
-        )
+        parse = functools.partial(tyro.cli, kind, prog=prog, description=f"{about}.")
+        command, unknown = parse(args=[program, *words], return_unknown_args=True)
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
+    options = config.cli_dataclass(
+        config_class, words, without=[each.name for each in fields(kind)]
+    )
     if kind.takes_lists:
-        options = cli_list_dataclass(options)
+        options = config.cli_list_dataclass(options)
+    # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
+    parameters = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
     combined = make_dataclass(
         kind.__name__.removesuffix("Command"),
         [
             ("program", tyro.conf.Suppress[str], field(default=program)),
-            (
-                "parameters",
-                Annotated[options, tyro.conf.OmitArgPrefixes, its_own],
-                field(default_factory=options),
-            ),
+            ("parameters", parameters, field(default_factory=options)),
         ],
         bases=(kind,),
     )
@@ -208,39 +175,22 @@ def parse_run_command(
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def execute_command(command: ProgramCommand, parameters: dict[str, Any]) -> int:
-    """Run the command with the program's parameters; return the exit status."""
-    kind: Any = next(each for each in program_commands().values() if isinstance(command, each))
-    return command.execute(
-        **{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters
-    )
+def execute_command(command: Any, parameters: dict[str, Any]) -> int:
+    """Run a command like RunCommand with the program's parameters; return the exit status."""
+    own = {name: value for name, value in vars(command).items() if name != "parameters"}
+    return command.execute(**own, **parameters)
 
 
-def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
+def show_run_summary(folder: tyro.conf.Positional[Path]) -> None:
     """Show the summary of an earlier run.
 
     Args:
         folder: The run's folder, such as runs/20260102-030405-convnext_spatial-a1b2.
     """
     print(labkit.load(folder).summary().to_string())
-    return 0
 
 
-def run_history_command(words: Sequence[str]) -> int:
-    """Run what follows ``runs``: list, show, compare or prune; list is the default."""
-    commands: dict[str, Callable[..., Any]] = {
-        "list": list_runs,
-        "show": show_run,
-        "compare": compare_runs,
-    }
-    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
-        words = ["list", *words]
-    return tyro.extras.subcommand_cli_from_dict(
-        commands | {"prune": prune_runs}, prog=f"{PROG} runs", args=words
-    )
-
-
-def list_runs(program: str | None = None, limit: int = 20) -> int:
+def list_runs(program: str | None = None, limit: int = 20) -> None:
     """List recorded runs, the newest first. See also `runs show`, `runs compare` and `runs prune`.
 
     Args:
@@ -252,35 +202,19 @@ def list_runs(program: str | None = None, limit: int = 20) -> int:
     if shown:
         print(history.format_table(shown))
     print(f"{len(shown):,} of {len(found):,} runs in {runs_folder()}")
-    return 0
 
 
-def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]) -> int:
-    """Show one run: its folder, how it ended, its values by rank.
-
-    Args:
-        run: The name of its folder, the end of that name, or a path.
-    """
+def show_run(run: Annotated[tyro.conf.Positional[str], RUN]) -> None:
+    """Show one run: its folder, how it ended, its values by rank."""
     result = labkit.load(history.find_run_folder(run))
     print(f"{result.folder}\n{result}")
-    return 0
 
 
-def compare_runs(
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")],
-) -> int:
-    """Show the parameters in which runs differ, and their values, side by side.
-
-    Args:
-        runs: Two or more, each by its folder's name, the end of that name, or a path.
-    """
+def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], RUN]) -> None:
+    """Show the parameters in which two runs or more differ, and their values, side by side."""
     compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
-    print(
-        compared.map(
-            lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
-        ).to_string()
-    )
-    return 0
+    texts = compared.map(lambda each: f"{each:,.6g}" if isinstance(each, float) else str(each))
+    print(texts.to_string())
 
 
 def prune_runs(
@@ -301,11 +235,9 @@ def prune_runs(
     if not old:
         print("nothing to remove")
         return 0
-    size = readable_bytes(history.total_bytes(old))
-    print(
-        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in"
-        f" {runs_folder()}; the newest of them are above"
-    )
+    print(history.format_table(old[:PRUNE_PREVIEW_ROWS]))
+    found = f"{len(old):,} runs, {readable_bytes(history.total_bytes(old))}, in {runs_folder()}"
+    print(f"{found}; the newest of them are above")
     if not yes and not _confirm_removal():
         print("nothing was removed")
         return 0
@@ -315,7 +247,7 @@ def prune_runs(
 
 
 def _confirm_removal() -> bool:
-    """Ask, and return whether the answer is yes. Raises ParameterError if nobody can answer."""
+    """Ask, and return whether the answer is yes; raise ParameterError without a terminal."""
     if not sys.stdin.isatty():
         raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
     try:
@@ -331,9 +263,18 @@ def print_diagnosis(json: bool = False) -> int:
         json: Print one JSON object instead of text.
     """
     report = doctor.run_checks()
-    print(dumps(report.as_dict(), indent=2) if json else report)
+    content = {"ok": report.ok, **asdict(report)}
+    print(json_module.dumps(content, indent=2) if json else report)
     return 0 if report.ok else 1
 
+
+TOP_COMMANDS = {"show": show_run_summary, "doctor": print_diagnosis, "runs": list_runs}
+HISTORY_COMMANDS: dict[str, Callable[..., int | None]] = {
+    "list": list_runs,
+    "show": show_run,
+    "compare": compare_runs,
+    "prune": prune_runs,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,20 +8,21 @@ A rank program declares its parameters as a dataclass, with a docstring under ea
         '''Image width in pixels; a rank holds width / ranks columns.'''
 
 Every field has a default. Its type is int, float, bool, str, Literal, a tuple of these, or one of
-them ``| None``. A number can have limits: PositiveInt and the like, or
-``Annotated[int, Limits(at_least=2)]``. Two more things are optional. ``PRESETS: ClassVar`` maps the
-choices of a field ``preset`` to other defaults: picking one replaces the defaults, and values given
-by name override it. ``validate(self, world_size)`` raises ValueError for values that do not go
-together.
+them ``| None``; numbers can have limits. ``PRESETS: ClassVar`` maps the choices of a field
+``preset`` to other defaults, which values given by name override. ``validate(self, world_size)``
+raises ValueError for values that do not go together.
 
-``labkit.run(program, width=256)`` builds the Config once, writes its values as ``params`` into the
-run's run.json, and each rank builds its Config from these (``rank.load_config``). A command line is
-read only where there is no run: under a bare torchrun, and by ``python -m labkit``.
+``labkit.run`` builds the Config once and writes its values into run.json, from which each rank
+builds it (``rank.load_config``). A command line is read only where there is no run: under a bare
+torchrun, and by ``python -m labkit``.
 """
 
+import argparse
 import contextlib
+import copy
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import numbers
@@ -33,31 +34,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+from labkit import program_source
 from labkit.errors import ParameterError
-from labkit.program_source import (
-    compile_class,
-    find_sibling_programs,
-    raise_parameter_errors,
-    read_field_docs,
-)
 
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)
+UNION_TYPES = (Union, types.UnionType)
 NUMBER_TYPES: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
-# bool is a subclass of int in Python, but a learner who writes True for a number is mistaken.
-BOOL_TYPE: Any = bool
+# The largest whole number that a tensor can hold.
 MAX_INT64 = 2**63 - 1
-"""The largest whole number that a tensor can hold."""
+# Characters of a refused value that a message shows.
 MAX_SHOWN_CHARACTERS = 200
-"""Characters of a refused value that a message shows."""
 ConfigType = TypeVar("ConfigType")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a number, given in its type: ``Annotated[float, Limits(at_least=0, below=1)]``.
-
-    Infinite and NaN values are never allowed.
-    """
+    """Limits of a finite number, given in its type: ``Annotated[int, Limits(at_least=2)]``."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -72,9 +64,8 @@ class Limits:
     def __str__(self) -> str:
         divisor = self.multiple_of or math.inf
         signs = {"≥": self.at_least, ">": self.above, "<": self.below, "a multiple of": divisor}
-        return " and ".join(
-            f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit)
-        )
+        finite = {sign: limit for sign, limit in signs.items() if math.isfinite(limit)}
+        return " and ".join(f"{sign} {limit:g}" for sign, limit in finite.items())
 
 
 PositiveInt = Annotated[int, Limits(at_least=1)]
@@ -84,45 +75,41 @@ NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
 def read_config(program: Path) -> type[Any] | None:
-    """Read the class Config of a rank program without running the program; None where it has none.
+    """Read the class Config of a rank program without running the program; None without one.
 
-    Raises:
-        ParameterError: the program is not Python, or its Config needs what is not above it.
+    ParameterError names the line of a field without default, or of a type that JSON cannot carry.
     """
-    config_class = compile_class(program, "Config")
+    config_class = program_source.compile_config(program)
     if config_class is not None:
+        fields = init_fields(config_class)
         for name, line in config_class.field_lines.items():
-            _check_field(config_class, name, f"{program}:{line}: class Config")
+            if name in fields and (problem := _field_problem(fields[name])):
+                raise ParameterError(f"{program}:{line}: class Config: {problem}")
     return config_class
 
 
-def _check_field(config_class: type[Any], name: str, place: str) -> None:
-    """Raise ParameterError for a field without default, or of a type that JSON does not carry."""
-    field = init_fields(config_class).get(name)
-    if field is None:
-        return
-    if default_value(field) is dataclasses.MISSING:
+def _field_problem(field: dataclasses.Field[Any]) -> str:
+    name, default = field.name, default_value(field)
+    if default is dataclasses.MISSING:
         rule = "every field needs one, so that the program runs without arguments"
-        raise ParameterError(f"{place}: no default for {name}; {rule}")
+        return f"no default for {name}; {rule}"
     if not _is_allowed(field.type):
-        raise ParameterError(
-            f"{place}: field {name} is {type_name(field.type)}; a field is int, float, bool, str, "
-            "Literal, a tuple of these, or one of them | None; for many values take a tuple such "
-            "as tuple[int, ...]"
-        )
+        rule = "a field is int, float, bool, str, Literal, a tuple of these, or one of them | None"
+        fix = "for many values take a tuple such as tuple[int, ...]"
+        return f"field {name} is {type_name(field.type)}; {rule}; {fix}"
     try:
-        convert(default_value(field), field.type)
+        convert(default, field.type)
     except ValueError:
         fix = "give one of its type, or change the type"
-        is_not = f"{default_value(field)!r}, is not {type_name(field.type)}"
-        raise ParameterError(f"{place}: the default of {name}, {is_not}: {fix}") from None
+        return f"the default of {name}, {default!r}, is not {type_name(field.type)}: {fix}"
+    return ""
 
 
 def _is_allowed(wanted: Any) -> bool:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         return _is_allowed(arguments[0])
-    if origin in (Union, types.UnionType, tuple):
+    if origin in (*UNION_TYPES, tuple):
         return all(part is Ellipsis or _is_allowed(part) for part in arguments)
     return origin is Literal or wanted in PLAIN_TYPES
 
@@ -130,56 +117,42 @@ def _is_allowed(wanted: Any) -> bool:
 def build_config(
     config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None
 ) -> ConfigType:
-    """Build a Config: its defaults, overridden by the preset's values, overridden by
-    ``parameters``.
+    """Build a Config: its defaults, the preset's values over them, and ``parameters`` over those.
 
-    Args:
-        config_class: the dataclass.
-        parameters: values by field name.
-        world_size: number of ranks for ``Config.validate``; None skips that check.
-
-    Raises:
-        ParameterError: a name is unknown, a value has the wrong type or is outside its limits or
-            choices, or ``Config.validate`` refuses it.
+    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses an
+    unknown name, or a value of the wrong type, or outside its limits or choices.
     """
     known = init_fields(config_class)
-    for name in parameters:
+    converted = {}
+    for name, value in parameters.items():
         if name not in known:
-            siblings = find_sibling_programs(config_class, name)
-            raise ParameterError(unknown_name_message(config_class, name, siblings))
-    try:
-        converted = {
-            name: _convert_parameter(name, value, known[name].type)
-            for name, value in parameters.items()
-        }
-    except ParameterError as error:
-        raise ParameterError(f"{error}. Allowed:\n{describe_fields(config_class)}") from None
+            raise unknown_name_error(config_class, name)
+        try:
+            converted[name] = _convert_parameter(name, value, known[name].type)
+        except ParameterError as error:
+            allowed = describe_fields(config_class)
+            raise ParameterError(f"{error}. Allowed:\n{allowed}") from None
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
     with convert_refusals(config_class, "__post_init__"):
         config = config_class(**(preset_values(config_class, preset) | converted))
+    # The notebook knows the number of ranks, and a session checks it again on each rank.
     if world_size is not None:
         validate(config, world_size)
     return config
 
 
-def unknown_name_message(config_class: type[Any], name: str, siblings: Sequence[str]) -> str:
-    """Explain an unknown parameter: the closest name, the programs that have it, and what is
-    allowed.
-    """
+def unknown_name_error(config_class: type[Any], name: str) -> ParameterError:
+    """Return an error with the closest name, the programs that have this one, and all allowed."""
     close = difflib.get_close_matches(name, init_fields(config_class), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    if siblings:
+    if siblings := program_source.find_sibling_programs(config_class, name):
         hint += f" It is a parameter of {' and of '.join(siblings)}."
-    return f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}"
+    allowed = describe_fields(config_class)
+    return ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{allowed}")
 
 
 def validate(config: Any, world_size: int) -> None:
-    """Check changed fields against their types and limits, then call ``Config.validate`` if
-    defined.
-
-    Raises:
-        ParameterError: a value is refused.
-    """
+    """Check fields that are not at their defaults, then call ``Config.validate``, if any."""
     for name, field in init_fields(type(config)).items():
         value = getattr(config, name)
         if value != default_value(field):
@@ -197,17 +170,8 @@ def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Check a parameter of a notebook.
-
-    Args:
-        name: of the parameter, as in the cell tagged "parameters".
-        value: its value.
-        kind: its type.
-        because: what in the notebook needs this.
-        limits: those of ``Limits``.
-
-    Raises:
-        ParameterError: the value is refused; the message says which to take, and why.
+    """Raise ParameterError unless a notebook's parameter is of this kind and within these Limits;
+    ``because`` says what in the notebook needs that.
     """
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:
@@ -223,48 +187,38 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 
 
 def config_params(config: Any) -> dict[str, Any]:
-    """Return the values of a Config by name, from which ``build_config`` makes an equal one.
-
-    Raises:
-        ParameterError: a value is not of its field's type, or not valid JSON, such as NaN.
+    """Return the values of a Config by name, from which ``build_config`` makes an equal one; raise
+    ParameterError for one that JSON cannot carry, such as NaN.
     """
-    params = {
-        name: _convert_parameter(name, getattr(config, name), field.type)
-        for name, field in init_fields(type(config)).items()
-    }
-    for name, value in params.items():
+    params = {}
+    for name, field in init_fields(type(config)).items():
+        value = params[name] = _convert_parameter(name, getattr(config, name), field.type)
         try:
             json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            rule = "parameters travel as JSON, which cannot hold it"
-            fix = "give a finite number, a text, or a tuple of these"
-            raise ParameterError(f"{name} = {_short_repr(value)}: {rule}; {fix}") from None
+        except ValueError:
+            rule = "parameters travel as JSON, which cannot hold it; give a finite number"
+            raise ParameterError(f"{name} = {_short_repr(value)}: {rule}") from None
     return params
 
 
 def describe_fields(config_class: type[Any]) -> str:
     """Describe each field in a line: name, type, default and the first line of its docstring."""
-    docs = {
-        name: f"  # {text.splitlines()[0]}" for name, text in read_field_docs(config_class).items()
-    }
-    return "\n".join(
-        f"  {name}: {type_name(field.type)} = {default_value(field)!r}{docs.get(name, '')}"
-        for name, field in init_fields(config_class).items()
-    )
+    docs, lines = program_source.read_field_docs(config_class), []
+    for name, field in init_fields(config_class).items():
+        about = f"  # {docs[name].splitlines()[0]}" if name in docs else ""
+        lines.append(f"  {name}: {type_name(field.type)} = {default_value(field)!r}{about}")
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
 def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
-    """Turn a ValueError into ParameterError with its text; report any other error as a bug in
-    ``method``.
-    """
+    """Turn a ValueError of a Config's method into ParameterError, any other error into a bug's."""
     module = sys.modules.get(config_class.__module__)
     file = getattr(config_class, "program_file", getattr(module, "__file__", None))
     code = getattr(getattr(config_class, method, None), "__code__", None)
+    line = getattr(code, "co_firstlineno", 0)
     rule = "to refuse a value, raise ValueError with the reason; nothing else may fail"
-    with raise_parameter_errors(
-        str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule
-    ):
+    with program_source.raise_parameter_errors(str(file), line, f"Config.{method}", rule):
         try:
             yield
         except ValueError as error:
@@ -282,22 +236,21 @@ def init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 def default_value(field: dataclasses.Field[Any]) -> Any:
     """Return a field's default, or dataclasses.MISSING."""
-    return (
-        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    )
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
     try:
         return convert(value, wanted)
-    except ValueError:
-        raise ParameterError(f"{name} = {_short_repr(value)} is not {type_name(wanted)}") from None
+    except ValueError as error:
+        raise ParameterError(f"{name} = {error}") from None
 
 
 def _short_repr(value: Any) -> str:
+    # repr() fails for a number with too many digits, and for some objects.
     try:
         text = repr(value)
-    # A number with too many digits, or an object whose repr() fails.
     except Exception as error:
         text = f"<{type(value).__name__}, {error}>"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
@@ -306,20 +259,23 @@ def _short_repr(value: Any) -> str:
 def convert(value: Any, wanted: Any) -> Any:
     """Convert a value to the wanted type: int to float, list to tuple, numpy values to Python's.
 
-    Raises:
-        ValueError: another type, outside the limits, or none of the choices of a Literal.
+    Raises ValueError for another type, outside the limits, or for none of a Literal's choices.
     """
+    given = value
     if type(value).__module__ == "numpy":
         value = value.tolist()
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    # A refusal further inside is reworded at the end, for the whole value.
     if origin is Annotated:
-        value = convert(value, arguments[0])
-        if all(limits.contains(value) for limits in arguments[1:] if isinstance(limits, Limits)):
-            return value
+        with contextlib.suppress(ValueError):
+            value = convert(value, arguments[0])
+            limits = [each for each in arguments[1:] if isinstance(each, Limits)]
+            if all(each.contains(value) for each in limits):
+                return value
     elif origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
-    elif origin in (Union, types.UnionType):
+    elif origin in UNION_TYPES:
         for choice in arguments:
             with contextlib.suppress(ValueError):
                 return convert(value, choice)
@@ -327,18 +283,17 @@ def convert(value: Any, wanted: Any) -> Any:
         if isinstance(value, list | tuple):
             items = arguments[:1] * len(value) if Ellipsis in arguments else arguments
             if len(value) == len(items):
-                return tuple(map(convert, value, items))
+                with contextlib.suppress(ValueError):
+                    return tuple(map(convert, value, items))
     elif wanted in NUMBER_TYPES:
         too_large = isinstance(value, int) and abs(value) > MAX_INT64
-        if (
-            isinstance(value, NUMBER_TYPES[wanted])
-            and not isinstance(value, BOOL_TYPE)
-            and not too_large
-        ):
+        # bool is a subclass of int, but a learner who writes True for a number is mistaken.
+        is_number = isinstance(value, NUMBER_TYPES[wanted]) and type(value) is not bool
+        if is_number and not too_large:
             return wanted(value)
     elif isinstance(value, wanted):
         return value
-    raise ValueError(f"{_short_repr(value)} is not {type_name(wanted)}")
+    raise ValueError(f"{_short_repr(given)} is not {type_name(wanted)}")
 
 
 def type_name(wanted: Any) -> str:
@@ -349,11 +304,77 @@ def type_name(wanted: Any) -> str:
     if origin is Annotated:
         limits = [str(each) for each in arguments[1:] if isinstance(each, Limits)]
         return " ".join([type_name(arguments[0]), *limits])
+    parts = ["..." if part is Ellipsis else type_name(part) for part in arguments]
     if origin is tuple:
-        parts = ["..." if part is Ellipsis else type_name(part) for part in arguments]
         return f"tuple[{', '.join(parts)}]"
-    if origin in (Union, types.UnionType):
-        return " | ".join(
-            "None" if part is types.NoneType else type_name(part) for part in arguments
-        )
+    if origin in UNION_TYPES:
+        return " | ".join(parts)
+    if wanted is types.NoneType:
+        return "None"
     return wanted.__name__ if isinstance(wanted, type) and not arguments else str(wanted)
+
+
+def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigType:
+    """Build a Config from a command line; exit if it is wrong, or after ``--help``."""
+    # Ranks of a run read no command line, and need no parser.
+    import tyro
+
+    about = config_class.__doc__ or ""
+    # @dataclass writes this signature where a class has no docstring.
+    if about.startswith(f"{config_class.__name__}("):
+        about = ""
+    parsed = tyro.cli(cli_dataclass(config_class, argv), args=argv, description=about)
+    with convert_refusals(config_class, "__post_init__"):
+        return config_class(**vars(parsed))
+
+
+def cli_dataclass(
+    config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()
+) -> type[Any]:
+    """Return the fields as a dataclass for tyro, which shows their docstrings and limits as help.
+
+    The defaults are those of the preset that ``argv`` names; fields in ``without`` are left out.
+    """
+    import tyro
+
+    known = init_fields(config_class)
+    _refuse_options_of_siblings(config_class, argv, {*known, *without})
+    # Only the preset is read here, before tyro reads everything, because it decides the defaults.
+    presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    presets.add_argument("--preset", nargs="?")
+    chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
+    docs = program_source.read_field_docs(config_class)
+    fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
+    for name, field in known.items():
+        if name in without:
+            continue
+        limits = [f"({type_name(field.type)})"] if "Limits(" in str(field.type) else []
+        about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
+        value = chosen.get(name, default_value(field))
+        default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
+        fields.append((name, Annotated[field.type, about], default))
+    return dataclasses.make_dataclass(config_class.__name__, fields)
+
+
+def _refuse_options_of_siblings(
+    config_class: type[Any], argv: Sequence[str], known: set[str]
+) -> None:
+    """Refuse an unknown option that another program has, which tyro cannot know."""
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        is_unknown = word.startswith("--") and name not in known
+        if is_unknown and program_source.find_sibling_programs(config_class, name):
+            raise unknown_name_error(config_class, name)
+
+
+def cli_list_dataclass(read: type[Any]) -> type[Any]:
+    """Let each field of a ``cli_dataclass`` take several values, by default none; drop tuples."""
+    fields: list[Any] = []
+    wanted: Any
+    for field in dataclasses.fields(read):
+        # Limits that involve several fields are checked later, for each value.
+        wanted, *_, about = typing.get_args(field.type)
+        if typing.get_origin(wanted) is not tuple:
+            several = Annotated[tuple[wanted, ...], about]
+            fields.append((field.name, several, dataclasses.field(default=())))
+    return dataclasses.make_dataclass(read.__name__, fields)

@@ -30,19 +30,12 @@ from labkit.runs.folder import runs_folder
 GIB = 1024**3
 EVERY_LAB = "all labs"
 JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
+COLOURS = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        status: OK, NOTE or FAIL.
-        what: the thing that was checked.
-        detail: what was found.
-        fix: what to do, or "".
-        labs: the labs concerned, or "".
-    """
+    """What was checked and found, and the fix and the labs concerned, if any."""
 
     status: Literal["OK", "NOTE", "FAIL"]
     what: str
@@ -67,9 +60,6 @@ class Diagnosis:
         """Whether every lab can run here."""
         return all(finding.status != "FAIL" for finding in self.findings)
 
-    def as_dict(self) -> dict[str, object]:
-        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
-
     def __str__(self) -> str:
         failed = sum(finding.status == "FAIL" for finding in self.findings)
         verdict = "Every lab can run here."
@@ -80,11 +70,10 @@ class Diagnosis:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colours = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
         rows = [["", "what", "seen", "fix", "labs"]]
         for finding in self.findings:
             status, *texts = asdict(finding).values()
-            label = f'<b style="color:{colours[status]}">{status}</b>'
+            label = f'<b style="color:{COLOURS[status]}">{status}</b>'
             rows.append([label, *map(html.escape, texts)])
         lines = ""
         for row in rows:
@@ -110,12 +99,12 @@ def check_torch() -> Finding:
     except (ImportError, OSError) as error:
         return Finding("FAIL", "PyTorch", f"not importable: {error}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    detail = f"{torch.__version__}, built for {build}"
-    if parse_version(torch.__version__) < (2, 11):
+    detail = f"{torch_private.TORCH_VERSION}, built for {build}"
+    if parse_version(torch_private.TORCH_VERSION) < (2, 11):
         return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
     if not torch.distributed.is_available():
-        detail += ", without torch.distributed"
-        return Finding("FAIL", "PyTorch", detail, "install an official build of PyTorch", EVERY_LAB)
+        detail, fix = f"{detail}, without torch.distributed", "install an official build of PyTorch"
+        return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
     return Finding("OK", "PyTorch", detail)
 
 
@@ -128,36 +117,35 @@ def display_path(path: str | Path) -> str:
 
 def check_sharded_convolution() -> Finding:
     """Check DTensor's own convolution on sharded images, which has been wrong on every version."""
-    import torch
-
-    version = parse_version(torch.__version__)
+    version = parse_version(torch_private.TORCH_VERSION)
     seen = "wrong"
     if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}:
         seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
     why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
-    detail = f"{seen} on torch {torch.__version__} ({why})"
+    detail = f"{seen} on torch {torch_private.TORCH_VERSION} ({why})"
     fix, labs = "use strategy local or dtensor", "lab 1, strategy native"
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, labs)
 
 
 def check_torch_features() -> Finding:
     """Check for features of a later torch, which only skipped tests need."""
-    problems = map(requirements.feature_problem, requirements.TORCH_FEATURES)
-    if found := "; ".join(filter(None, problems)):
+    if found := requirements.torch_feature_problem():
         return Finding("NOTE", "Older PyTorch", found, labs="no lab, tests of it are skipped")
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 
 
 def check_private_names() -> Finding:
     """Check the private names of torch that labkit uses; a newer torch may have moved some."""
-    missing = torch_private.missing_names()
+    what, missing = "Private names of PyTorch", torch_private.missing_names()
     if not missing:
-        count = len(torch_private.PRIVATE_NAMES)
-        return Finding("OK", "Private names of PyTorch", f"all {count} that labkit uses are here")
+        return Finding(
+            "OK", what, f"all {len(torch_private.PRIVATE_NAMES)} that labkit uses are here"
+        )
     detail = f"{len(missing)} moved: {', '.join(each.path for each in missing)}"
     fix = f"pip install torch=={torch_private.SEEN[-1]}"
-    lost = "; ".join(dict.fromkeys(each.lost for each in missing))
-    return Finding("FAIL", "Private names of PyTorch", detail, fix, lost)
+    return Finding(
+        "FAIL", what, detail, fix, "; ".join(dict.fromkeys(each.lost for each in missing))
+    )
 
 
 def check_compiler() -> Finding:
@@ -165,11 +153,9 @@ def check_compiler() -> Finding:
     if seen := requirements.compiler_problem():
         fix = requirements.COMPILER_FIX
         return Finding("FAIL", "C++ compiler", seen, fix, "lab 4 (torch.compile)")
-    name = requirements.compiler_name()
-    answer = subprocess.run(
-        [name, "--version"], capture_output=True, text=True, timeout=30, check=False
-    )
-    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [name])[0])
+    command = [requirements.compiler_name(), "--version"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or command)[0])
 
 
 def check_cores() -> Finding:
@@ -213,20 +199,23 @@ def check_gpus() -> Finding:
 
 def check_loopback() -> Finding:
     """Check the interface over which ranks of one machine communicate."""
-    address, fix = requirements.LOOPBACK, requirements.LOOPBACK_FIX
-    names = []
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [each.address for each in addresses]:
-            names.append(name)
-    if not names:
-        return Finding("FAIL", "Loopback", f"no interface holds {address}", fix, EVERY_LAB)
-    if problem := requirements.loopback_problem():
-        return Finding("FAIL", "Loopback", f"{names[0]}: {problem}", fix, EVERY_LAB)
+    problem = ""
+    interfaces = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if requirements.LOOPBACK in [each.address for each in addresses]
+    ]
+    if not interfaces:
+        problem = f"no interface holds {requirements.LOOPBACK}"
+    elif answer := requirements.loopback_problem():
+        problem = f"{interfaces[0]}: {answer}"
     try:
         address = socket.gethostbyname("localhost")
     except OSError as error:
-        return Finding("FAIL", "Loopback", f"localhost has no address: {error}", fix, EVERY_LAB)
-    return Finding("OK", "Loopback", f"{names[0]}; localhost is {address}")
+        problem = problem or f"localhost has no address: {error}"
+    if problem:
+        return Finding("FAIL", "Loopback", problem, requirements.LOOPBACK_FIX, EVERY_LAB)
+    return Finding("OK", "Loopback", f"{interfaces[0]}; localhost is {address}")
 
 
 def check_chromium() -> Finding:
@@ -261,20 +250,13 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_sharded_convolution,
-    check_torch_features,
-    check_private_names,
-    check_gpus,
+Check = Callable[[], Finding]
+TORCH_CHECKS: tuple[Check, ...] = (
+    *(check_sharded_convolution, check_torch_features, check_private_names, check_gpus),
 )
-OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_compiler,
-    check_cores,
-    check_memory,
-    check_loopback,
-    check_runs_folder,
-    check_jupyter,
-    check_chromium,
+OTHER_CHECKS: tuple[Check, ...] = (
+    *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder),
+    *(check_jupyter, check_chromium),
 )
 
 

@@ -14,6 +14,7 @@ def shorten(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """Return a text, cut in its middle to ``limit`` characters plus a remark if it is longer."""
     if len(text) <= limit:
         return text
+    # The middle goes: the first lines name the place of a failure, the last ones its cause.
     left_out = f"{len(text) - limit:,} characters left out here"
     remark = f"\n... {left_out}; they are in the output of the run ...\n"
     return text[: limit // 2] + remark + text[-(limit // 2) :]
@@ -28,9 +29,7 @@ class ParameterError(LabError, ValueError):
 
 
 class RecordError(LabError, ValueError):
-    """A file of a run is unreadable. The message starts with the file, for records with
-    file:line.
-    """
+    """A file of a run is unreadable. The message starts with the file, or file:line of a record."""
 
 
 class MemoryCapExceeded(LabError, MemoryError):
@@ -42,8 +41,7 @@ class RankFailed(LabError):
 
     Attributes:
         rank: the global rank that failed first, or -1 if torchrun failed before any rank did.
-        exc_type: class name of its exception, such as ``"ValueError"``, a signal such as
-            ``"SIGKILL"``, or ``"exit status 3"``.
+        exc_type: class of its exception ("ValueError"), a signal ("SIGKILL"), or "exit status 3".
         message: the exception's text.
         traceback: the rank's traceback, or "".
         log: the file with this rank's output.
@@ -66,20 +64,12 @@ class HostLost(LabError):
 
 
 class RunTimedOut(LabError):
-    """The run exceeded its time limit and was stopped.
-
-    Attributes:
-        timeout_s: the limit, in seconds.
-        stacks: for each rank, the Python stacks of its threads at that moment.
-        output: for each rank, what it had printed.
-    """
+    """The run exceeded its limit; ``stacks`` has where each rank was, ``output`` what it said."""
 
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
-        text = (
-            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. "
-            "Where each rank was:"
-        )
+        fix = "raise timeout_s if the run is only slow. Where each rank was:"
+        text = f"no end after {timeout_s:g} s; {fix}"
         for rank, stack in sorted(self.stacks.items()):
             text += f"\n--- rank {rank}\n{stack.rstrip()}"
         super().__init__(text)

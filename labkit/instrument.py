@@ -20,7 +20,7 @@ may never reach.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,21 +38,12 @@ def reduce_scatter_with_assert(
 ) -> Any:
     """Check the output buffer of a reduce-scatter, then run it; for ``patch_reduce_scatter``.
 
-    Args:
-        original: the reduce-scatter.
-        assert_fn: raises if the output's dtype or shape is wrong. Its values are not there yet.
-        args: of the reduce-scatter, the output first.
-        kwargs: of the reduce-scatter, with ``output`` if ``args`` is empty.
-
-    Raises:
-        ValueError: the arguments have no output.
+    ``assert_fn`` raises if the output's dtype or shape is wrong; its values are not there yet.
     """
     output = args[0] if args else kwargs.get("output")
     if output is None:
-        raise ValueError(
-            "a reduce-scatter needs output first or by name; "
-            f"it was called with {sorted(kwargs)} alone"
-        )
+        rule = "a reduce-scatter needs output first or by name"
+        raise ValueError(f"{rule}; it was called with {sorted(kwargs)} alone")
     assert_fn(output)
     return original(*args, **kwargs)
 
@@ -88,12 +79,7 @@ class DummyWork:
 
 
 class DummyDDP(nn.Module):
-    """DistributedDataParallel with one dummy all-reduce for each gradient, and no buckets.
-
-    Args:
-        module: available as ``.module``, as in DistributedDataParallel.
-        process_group: counts the all-reduces; by default a group of one rank.
-    """
+    """DistributedDataParallel with one dummy all-reduce for each gradient, and no buckets."""
 
     def __init__(self, module: nn.Module, process_group: DummyProcessGroup | None = None):
         super().__init__()
@@ -116,15 +102,14 @@ class DummyDDP(nn.Module):
 
 
 @contextlib.contextmanager
-def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
+def _patch_functions(owner_name: str, names: str, new: Function) -> Iterator[Function]:
     """Replace ``names`` of a class of FSDP2, or of torch.distributed; yield the first original."""
     owner = torch_private.get(owner_name) if owner_name else dist
     # getattr would unwrap a staticmethod, so keep what the class stores.
-    originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    originals = {name: vars(owner)[name] for name in names.split() if name in vars(owner)}
     if not originals:
-        raise RuntimeError(
-            f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}"
-        )
+        missing = f"none of {names} in {owner.__name__}"
+        raise RuntimeError(f"torch {torch_private.TORCH_VERSION} has {missing}")
     original: Function = getattr(owner, next(iter(originals)))
     # Without this barrier, a rank that is a thread could take another's replacement for the
     # original.
@@ -145,22 +130,20 @@ def _barrier_if_distributed() -> None:
 
 
 # The two names of a collective are those in torch 2.13 and in 2.11.
-patch_all_gather = partial(_patch_functions, "", ("all_gather_single", "all_gather_into_tensor"))
+patch_all_gather = partial(_patch_functions, "", "all_gather_single all_gather_into_tensor")
 """FSDP2's all-gather: ``new(output, shard, group=…, async_op=…)``."""
-patch_reduce_scatter = partial(
-    _patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor")
-)
+patch_reduce_scatter = partial(_patch_functions, "", "reduce_scatter_single reduce_scatter_tensor")
 """FSDP2's reduce-scatter: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
-patch_all_reduce = partial(_patch_functions, "", ("all_reduce",))
+patch_all_reduce = partial(_patch_functions, "", "all_reduce")
 """``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
-patch_unshard = partial(_patch_functions, "FSDPParamGroup", ("unshard",))
+patch_unshard = partial(_patch_functions, "FSDPParamGroup", "unshard")
 """The method that gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
-patch_reshard = partial(_patch_functions, "FSDPParamGroup", ("reshard",))
+patch_reshard = partial(_patch_functions, "FSDPParamGroup", "reshard")
 """The method that frees a gathered unit of FSDP2: ``new(unit)``."""
-patch_post_backward = partial(_patch_functions, "FSDPParamGroup", ("post_backward",))
+patch_post_backward = partial(_patch_functions, "FSDPParamGroup", "post_backward")
 """The method that reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
 patch_register_post_backward_hook_backward = partial(
-    _patch_functions, "RegisterPostBackwardFunction", ("backward",)
+    _patch_functions, "RegisterPostBackwardFunction", "backward"
 )
 """The autograd node that calls post_backward: ``new(ctx, *gradients)``, with ``ctx.param_group``.
 

@@ -18,17 +18,12 @@ def shards_by_rank(
         tensor: the whole tensor, on the CPU.
         mesh_shape: sizes of the mesh's axes, such as (4,) or (2, 2).
         placements: one for each axis.
-
-    Raises:
-        RuntimeError: this process already has a process group.
     """
     from labkit.torch_private import LocalTensor, LocalTensorMode
 
     if dist.is_initialized():
-        raise RuntimeError(
-            "this process is in a process group already: "
-            "call shards_by_rank from a notebook, not a rank"
-        )
+        fix = "call shards_by_rank from a notebook, not a rank"
+        raise RuntimeError(f"this process is in a process group already: {fix}")
     ranks = int(numpy.prod(mesh_shape))
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:

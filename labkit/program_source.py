@@ -1,4 +1,4 @@
-"""Reads a rank program's Config, and what a run may replace in it, without running the program.
+"""Read a rank program's Config, and what a run may replace in it, without running the program.
 
 The file is a script: importing it would import torch, and where it has no ``if __name__`` run it.
 So the class Config is compiled alone, with the imports, assignments and definitions above it that
@@ -23,8 +23,8 @@ from typing import Any
 
 from labkit.errors import LabError, ParameterError
 
+# The functions of ``labkit.rank`` by which a program gets the Config of its run.
 CONFIG_LOADERS = {"run_main", "load_config"}
-"""The functions of ``labkit.rank`` by which a program gets the Config of its run."""
 CONFIG_IMPORT_RULE = (
     "it is read without running the program: it may use what the program's top level imports, "
     "assigns or defines above it"
@@ -33,21 +33,18 @@ _module_numbers = itertools.count()
 _parse_lock = threading.Lock()
 
 
-def compile_class(program: Path, name: str) -> type[Any] | None:
-    """Compile one dataclass of a rank program, with what it names above it; None where it has none.
+def compile_config(program: Path) -> type[Any] | None:
+    """Compile the class Config of a rank program, with what it names above it; None without one.
 
-    Sets what its text says on the class: ``program_file``, ``field_docs``, ``field_lines``, and
-    ``is_loaded``, whether the program reads its Config from the run.
-
-    Raises:
-        ParameterError: the program is not Python, or the class needs what is not above it.
+    The class gets ``program_file``, ``field_docs``, ``field_lines``, and ``is_loaded``: whether the
+    program reads its Config from the run. ParameterError: it needs what is not above it.
     """
     tree = parse_program(program)
-    definition = _find_class(tree, name)
+    definition = _find_config(tree)
     if definition is None:
         return None
     rule = "fields need plain defaults that cannot fail"
-    with raise_parameter_errors(str(program), definition.lineno, f"class {name}", rule):
+    with raise_parameter_errors(str(program), definition.lineno, "class Config", rule):
         found = _execute_class(program, _needed_statements(tree.body, definition), definition)
     found.program_file = str(program)
     found.field_docs = _docs_below_fields(definition)
@@ -58,13 +55,13 @@ def compile_class(program: Path, name: str) -> type[Any] | None:
     return found
 
 
-def _find_class(tree: ast.Module, name: str) -> ast.ClassDef | None:
+def _find_config(tree: ast.Module) -> ast.ClassDef | None:
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    return next((node for node in classes if node.name == name), None)
+    return next((node for node in classes if node.name == "Config"), None)
 
 
 def _declared_fields(definition: ast.ClassDef) -> dict[str, int]:
-    """The names of a class's fields, with their lines."""
+    """Return the names of a class's fields, with their lines."""
     fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
     return {ast.unparse(field.target): field.lineno for field in fields}
 
@@ -73,36 +70,28 @@ def find_sibling_programs(config_class: type[Any], name: str) -> list[str]:
     """Return the programs of the same folder whose own Config declares this field."""
     module = sys.modules.get(config_class.__module__)
     file = vars(config_class).get("program_file", getattr(module, "__file__", None))
-    siblings = sorted(Path(file).parent.glob("*.py")) if file else []
-    return [path.stem for path in siblings if _declares_field(path, name)]
-
-
-def _declares_field(program: Path, name: str) -> bool:
-    """Whether a program's Config declares a field; not where the program cannot be read."""
-    try:
-        definition = _find_class(parse_program(program), "Config")
-    except ParameterError:
-        return False
-    return definition is not None and name in _declared_fields(definition)
+    found = []
+    for path in sorted(Path(file).parent.glob("*.py")) if file else []:
+        # A program that cannot be read has no fields.
+        with contextlib.suppress(ParameterError):
+            definition = _find_config(parse_program(path))
+            if definition and name in _declared_fields(definition):
+                found.append(path.stem)
+    return found
 
 
 def read_field_docs(config_class: type[Any]) -> dict[str, str]:
     """Return the docstrings below the fields of a Config and of those that it inherits from."""
     docs: dict[str, str] = {}
-    for each in reversed(config_class.__mro__):
-        if dataclasses.is_dataclass(each):
-            docs |= _read_own_field_docs(each)
+    for each in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+        # A class that is already imported is read from its source, if it has one.
+        if "field_docs" not in vars(each):
+            each.field_docs = {}
+            with contextlib.suppress(OSError, TypeError, SyntaxError):
+                source = textwrap.dedent(inspect.getsource(each))
+                each.field_docs = _docs_below_fields(_parse_source(source).body[0])
+        docs |= each.field_docs
     return docs
-
-
-def _read_own_field_docs(config_class: Any) -> dict[str, str]:
-    # A class that is already imported is read from its source, if it has one.
-    if "field_docs" not in vars(config_class):
-        config_class.field_docs = {}
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            source = textwrap.dedent(inspect.getsource(config_class))
-            config_class.field_docs = _docs_below_fields(_parse_source(source).body[0])
-    return dict(config_class.field_docs)
 
 
 def _docs_below_fields(definition: ast.stmt) -> dict[str, str]:
@@ -115,11 +104,7 @@ def _docs_below_fields(definition: ast.stmt) -> dict[str, str]:
 
 
 def read_replaceable(program: Path) -> dict[str, inspect.Signature]:
-    """Read which functions of a rank program a run can replace, with the names of their arguments.
-
-    Raises:
-        ParameterError: the program is not Python.
-    """
+    """Return the functions of a program that a run can replace, with their arguments' names."""
     return {
         node.name: _argument_signature(node.args)
         for node in parse_program(program).body
@@ -146,30 +131,28 @@ def _parse_source(source: str | bytes, name: str = "<unknown>") -> ast.Module:
 
 
 def parse_program(program: Path) -> ast.Module:
-    """Parse a program's file. Raises ParameterError where it is not Python."""
+    """Parse a program's file; raise ParameterError where it is not Python."""
     try:
         return _parse_source(program.read_bytes(), str(program))
     except OSError as error:
-        fix = "give a file of Python"
-        raise ParameterError(f"{program}: cannot be read ({error.strerror}): {fix}") from None
+        problem = f"{program}: cannot be read ({error.strerror}): give a file of Python"
     except SyntaxError as error:
-        raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
+        problem = f"{program}:{error.lineno}: not valid Python: {error.msg}"
     # Raised for a null byte and for expressions nested too deeply.
     except (ValueError, RecursionError, MemoryError) as error:
-        reason = error or type(error).__name__
-        raise ParameterError(f"{program}: not valid Python: {reason}") from None
+        problem = f"{program}: not valid Python: {error or type(error).__name__}"
+    raise ParameterError(problem)
 
 
 def _needed_statements(body: list[ast.stmt], definition: ast.ClassDef) -> list[ast.stmt]:
-    """The statements above a class that bind a name which it uses, and those that these need."""
+    """Return the statements above a class that bind what it uses, and those that these need."""
     names = _used_names(definition)
     needed: list[ast.stmt] = []
     for node in reversed(body[: body.index(definition)]):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            # of `from labkit import rank, requirements` only what is used: rank imports torch
-            aliases = [each for each in node.names if _alias_name(each) in names]
-            if aliases:
-                node.names = aliases
+            # Of `from labkit import rank, requirements` only what is used: rank imports torch.
+            node.names = [each for each in node.names if _alias_name(each) in names]
+            if node.names:
                 needed.append(node)
         elif _bound_names(node) & names:
             needed.append(node)
@@ -194,14 +177,11 @@ def _used_names(node: ast.stmt) -> set[str]:
     """Return the names that a statement reads from its module, without its own variables."""
     tables = [symtable.symtable(ast.unparse(node), "program", "exec")]
     names: set[str] = set()
-    while tables:
-        table = tables.pop()
+    # The list grows while it is read: scopes are nested.
+    for table in tables:
         tables += table.get_children()
-        names |= {
-            symbol.get_name()
-            for symbol in table.get_symbols()
-            if symbol.is_referenced() and symbol.is_global()
-        }
+        symbols = (each for each in table.get_symbols() if each.is_referenced())
+        names |= {symbol.get_name() for symbol in symbols if symbol.is_global()}
     return names
 
 
@@ -211,7 +191,9 @@ def _execute_class(program: Path, above: list[ast.stmt], definition: ast.ClassDe
     module = types.ModuleType(name)
     for node in above:
         _bind_sibling_configs(program, node, module)
-    above = [node for node in above if getattr(node, "names", True)]  # less imports without names
+    # Imports whose every name is bound already have none left.
+    above = [node for node in above if getattr(node, "names", True)]
+    # With annotations as strings, a class may name types that are defined below it.
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     tree = ast.fix_missing_locations(ast.Module([future, *above, definition], []))
     # dataclass() looks up the names of annotations in sys.modules.
@@ -220,9 +202,10 @@ def _execute_class(program: Path, above: list[ast.stmt], definition: ast.ClassDe
         exec(compile(tree, str(program), "exec"), vars(module))
         found: type[Any] = vars(module)[definition.name]
         if not dataclasses.is_dataclass(vars(module)[definition.name]):
-            place = f"{program}:{definition.lineno}: class {definition.name}"
-            raise ParameterError(f"{place} must be a @dataclass")
-        # no longer as strings, which could only be read with the module at hand
+            raise ParameterError(
+                f"{program}:{definition.lineno}: class Config must be a @dataclass"
+            )
+        # As strings, annotations could only be read with the module at hand.
         found.__annotations__ = typing.get_type_hints(found, include_extras=True)
     finally:
         del sys.modules[name]
@@ -236,10 +219,9 @@ def _bind_sibling_configs(program: Path, node: ast.stmt, module: types.ModuleTyp
     sibling = program.with_name(f"{node.module.rpartition('.')[2]}.py")
     if sibling == program or not sibling.exists():
         return
-    for alias in node.names:
-        if alias.name == "Config":
-            setattr(module, _alias_name(alias), compile_class(sibling, alias.name))
-    node.names = [alias for alias in node.names if alias.name != "Config"]
+    for alias in [each for each in node.names if each.name == "Config"]:
+        setattr(module, _alias_name(alias), compile_config(sibling))
+        node.names.remove(alias)
 
 
 @contextlib.contextmanager
@@ -250,11 +232,9 @@ def raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Iterat
     except LabError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [
-            at
-            for frame, at in traceback.walk_tb(error.__traceback__)
-            if frame.f_code.co_filename == file
-        ]
-        place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == file:
+                line = number
         rule = CONFIG_IMPORT_RULE if isinstance(error, NameError) else rule
-        raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ParameterError(f"{file}:{line}: {what}: {reason}; {rule}") from error

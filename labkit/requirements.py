@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 from importlib import metadata
-from typing import NamedTuple
 
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
@@ -15,32 +14,17 @@ LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/host
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
-class TorchFeature(NamedTuple):
-    """What torch can do from version ``since`` on; older versions skip its tests."""
-
-    since: tuple[int, int]
-    description: str
-    issue: str
-
-
-UNEVEN_SEQUENCE = TorchFeature(
-    (2, 13),
-    "sequence parallelism over a sequence that the ranks cannot share evenly",
-    "pytorch/pytorch#143748",
-)
-TORCH_FEATURES = (UNEVEN_SEQUENCE,)
-
-
-def feature_problem(difference: TorchFeature, version: tuple[int, int] | None = None) -> str:
-    """Return why the installed torch cannot do this, or "" if it can."""
-    if (version or torch_version()) >= difference.since:
+def torch_feature_problem() -> str:
+    """Return why this torch lacks what only a skipped test needs, or "" if it has it."""
+    if torch_version() >= (2, 13):
         return ""
-    major, minor = difference.since
-    return f"{difference.description} needs torch {major}.{minor} ({difference.issue})"
+    what = "sequence parallelism over a sequence that the ranks cannot share evenly"
+    return f"{what} needs torch 2.13 (pytorch/pytorch#143748)"
 
 
 def usable_cores() -> list[int]:
     """Return the CPU cores that this process may use, which can be fewer than the machine has."""
+    # macOS has no affinity of processes to cores.
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -80,14 +64,11 @@ def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
     # On 2.11 outputs are right, but a convolution with padding passes no gradient to its input, and
     # only the residual's part is left.
     if version < (2, 12):
-        what = (
-            "drops gradients, without an error "
-            "(_ring_send_recv_aggregate in _tp_conv.py returns nothing)"
-        )
-    return (
-        f"strategy native is refused on torch {version[0]}.{version[1]}: "
-        f"DTensor's spatially sharded convolution {what}; use strategy local or dtensor"
-    )
+        why = "_ring_send_recv_aggregate in _tp_conv.py returns nothing"
+        what = f"drops gradients, without an error ({why})"
+    refused = f"strategy native is refused on torch {version[0]}.{version[1]}"
+    fix = "use strategy local or dtensor"
+    return f"{refused}: DTensor's spatially sharded convolution {what}; {fix}"
 
 
 def refuse_native_strategy(strategy: str) -> None:

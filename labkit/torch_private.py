@@ -7,6 +7,7 @@ torch lacks, and so does `python -m labkit doctor`.
     from labkit.torch_private import MemTracker, tree_leaves   # imported from torch on first use
     torch_private.world.pg_names                 # looked up on each access: torch may replace it
     torch_private.replace("PContext.close", close)             # for the rest of the process
+    torch_private.TORCH_VERSION                                # of the torch that is imported
 
 A name is the end of an entry's path, long enough to be unique; its leading underscore may be left
 out. The table also lists private attributes of torch's objects, which are used directly.
@@ -23,19 +24,15 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+# Versions of torch in which the names below were found.
 SEEN = ("2.11.0", "2.12.0", "2.13.0")
-"""Versions of torch in which the names below were found."""
+# ``torch.__version__``, read on each access.
+TORCH_VERSION: str
 
 
 class PrivateName(NamedTuple):
-    """One part of torch that labkit depends on.
-
-    Attributes:
-        path: ``module:attribute``, or a module alone.
-        why: what it is needed for.
-        lost: what does not work without it.
-        room: the part of labkit that uses it.
-        seen: the versions of torch that have it.
+    """One part of torch: its path (``module:attribute`` or a module), what it is needed for, what
+    is lost without it, the part of labkit that uses it, and the versions of torch that have it.
     """
 
     path: str
@@ -79,16 +76,13 @@ class PrivateName(NamedTuple):
 
 
 def get(name: str) -> Any:
-    """Import a part of torch by the end of its path.
-
-    Raises:
-        AttributeError: the name matches no entry of the table, or several.
-        RuntimeError: the installed torch lacks it.
-    """
+    """Import a part of torch by the end of its path; AttributeError unless that fits one entry."""
     return _find_entry(name).resolve()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TORCH_VERSION":
+        return str(importlib.import_module("torch").__version__)
     return get(name)
 
 
@@ -120,9 +114,8 @@ def _find_entry(name: str) -> PrivateName:
     found = [each for each in PRIVATE_NAMES if each.path == name or each.path.endswith(endings)]
     if len(found) != 1:
         paths = ", ".join(each.path for each in found) or "none"
-        raise AttributeError(
-            f"{name!r} must name one entry of labkit.torch_private, and names {paths}: add it there"
-        )
+        rule = f"{name!r} must name one entry of labkit.torch_private, and names {paths}"
+        raise AttributeError(f"{rule}: add it there")
     return found[0]
 
 
@@ -132,41 +125,36 @@ COMPILED_AUTOGRAD_MODULE = "torch._dynamo.compiled_autograd"
 SLOW_MODULES = (MEMORY_TRACKER_MODULE, "torch._inductor.compile_fx", COMPILED_AUTOGRAD_MODULE)
 """Modules that a warm process imports once for all its ranks."""
 
-_DEVICE_FUNCTIONS = {
-    "cuda": (
-        "synchronize empty_cache ipc_collect init set_per_process_memory_fraction set_stream "
-        "reset_accumulated_memory_stats Event Stream set_device current_device device stream "
-        "current_stream default_stream memory_allocated memory_reserved max_memory_allocated "
-        "max_memory_reserved reset_peak_memory_stats reset_max_memory_allocated is_bf16_supported "
-        "get_device_name get_device_capability"
-    ),
-    "accelerator": (
-        "synchronize empty_cache empty_host_cache set_stream reset_accumulated_memory_stats "
-        "set_device_index current_device_index device_index current_stream memory_allocated "
-        "memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats "
-        "get_device_capability"
-    ),
+_DEVICE_FUNCTIONS = (
+    "synchronize empty_cache set_stream reset_accumulated_memory_stats current_stream "
+    "memory_allocated memory_reserved max_memory_allocated max_memory_reserved "
+    "reset_peak_memory_stats get_device_capability"
+)
+_MODULE_FUNCTIONS = {
+    "cuda": "ipc_collect init set_per_process_memory_fraction Event Stream set_device device "
+    "stream current_device default_stream reset_max_memory_allocated is_bf16_supported "
+    "get_device_name",
+    "accelerator": "empty_host_cache set_device_index current_device_index device_index",
 }
-DEVICE_FUNCTIONS = {module: tuple(names.split()) for module, names in _DEVICE_FUNCTIONS.items()}
-"""Public functions of torch.cuda and torch.accelerator that a simulation answers as a GPU would."""
+# Public functions of torch.cuda and torch.accelerator that a simulation answers as a GPU would.
+DEVICE_FUNCTIONS = {
+    module: tuple(f"{_DEVICE_FUNCTIONS} {names}".split())
+    for module, names in _MODULE_FUNCTIONS.items()
+}
+# Functions that answer programs as a GPU would in a simulation, and torch itself truthfully.
 DEVICE_QUESTIONS = (
-    "cuda.is_available",
-    "cuda.device_count",
-    "accelerator.is_available",
-    "accelerator.device_count",
-    "accelerator.current_accelerator",
+    *("cuda.is_available", "cuda.device_count", "accelerator.is_available"),
+    *("accelerator.device_count", "accelerator.current_accelerator"),
 )
-"""Functions that answer programs as a GPU would in a simulation, and torch itself truthfully."""
+_MESH_MODULES = ("device_mesh", "tensor", "tensor.device_mesh", "fsdp._fully_shard._fsdp_init")
+# Every module in which a program, or FSDP2 without a mesh, finds torch's init_device_mesh.
 MESH_FACTORIES = (
-    "torch.distributed.device_mesh:init_device_mesh",
     "torch.distributed:init_device_mesh",
-    "torch.distributed.tensor:init_device_mesh",
-    "torch.distributed.tensor.device_mesh:init_device_mesh",
-    "torch.distributed.fsdp._fully_shard._fsdp_init:init_device_mesh",
+    *(f"torch.distributed.{module}:init_device_mesh" for module in _MESH_MODULES),
 )
-"""Every module in which a program, or FSDP2 without a mesh, finds torch's init_device_mesh."""
 
-# [part of labkit] what is lost. Below it modules or classes, and indented their names: the reason.
+# [part of labkit] what is lost. Below it the paths, with the reason; several names after a path
+# have the same owner, and names below a path without a reason are indented.
 _TABLE = """
 [launcher] every run
 torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
@@ -180,16 +168,13 @@ torch.distributed.distributed_c10d
     _world: all process groups of this process
     _world.pg_map: groups that must outlive the end of a session
     _world.pg_names: the group of a collective, which is given by its name
-torch
-    ScriptObject._type: tells a process group among the arguments of a collective
-torch.utils._python_dispatch
-    TorchDispatchMode: sees every operator and collective
+torch:ScriptObject._type: tells a process group among the arguments of a collective
+torch.utils._python_dispatch:TorchDispatchMode: sees every operator and collective
 torch.utils._pytree
-    tree_leaves: the tensors in nested arguments
     tree_flatten: the tensors in nested arguments, with the structure
     tree_flatten_with_path: the tensors in nested arguments, with the place of each
     tree_unflatten: rebuilds the structure
-    tree_map_only: applies a function to the tensors in nested arguments
+    tree_leaves tree_map_only: the tensors in nested arguments
     keystr: the place of a tensor as text
 
 [session] memory by category: labs 2, 3, 5 and 6
@@ -202,10 +187,8 @@ torch.distributed._tools.fsdp2_mem_tracker
     FSDPMemTracker._fsdp_state_pre_forward: replaced: a model may run several times in one step
 torch.distributed._functional_collectives
     AsyncCollectiveTensor: with it DTensor waits for its collectives
-    AsyncCollectiveTensor.wait: replaced in a traced step, so that gloo frees its buffers
-    AsyncCollectiveTensor.trigger_wait: replaced in a traced step, so that gloo frees its buffers
-torch.distributed
-    Work.wait: replaced in a traced step, so that gloo frees its buffers
+    AsyncCollectiveTensor.wait AsyncCollectiveTensor.trigger_wait: replaced as Work.wait
+torch.distributed:Work.wait: replaced in a traced step, so that gloo frees its buffers
 
 [session] time lines of compiled programs
 torch._dynamo.compiled_autograd
@@ -216,11 +199,10 @@ torch.distributed.algorithms._checkpoint.checkpoint_wrapper: checkpoints a block
     CheckpointWrapper._checkpoint_wrapped_module: the block inside
 torch:ops.aten
     _scaled_dot_product_flash_attention.default: its result is kept, not computed again
-    _scaled_dot_product_flash_attention_for_cpu.default: its result is kept, not computed again
-    _scaled_dot_product_efficient_attention.default: its result is kept, not computed again
-    _scaled_dot_product_cudnn_attention.default: its result is kept, not computed again
-torch:ops._c10d_functional
-    reduce_scatter_tensor.default: its result is kept, not computed again
+    _scaled_dot_product_flash_attention_for_cpu.default: its result is kept
+    _scaled_dot_product_efficient_attention.default: its result is kept
+    _scaled_dot_product_cudnn_attention.default: its result is kept
+torch:ops._c10d_functional.reduce_scatter_tensor.default: its result is kept
 
 [technique] FSDP's prefetching, its flat parameters and its gathered memory: labs 2 and 3
 torch.distributed.fsdp
@@ -231,14 +213,12 @@ torch.distributed.fsdp
 torch.distributed.fsdp._fully_shard._fsdp_state
     FSDPState._fsdp_param_group: the parameters that a unit gathers
 torch.distributed.fsdp._fully_shard._fsdp_param_group
-    FSDPParamGroup: the methods below are watched or replaced in tests, see labkit.instrument
-    FSDPParamGroup.unshard FSDPParamGroup.reshard: watched or replaced in tests
-    FSDPParamGroup.post_backward: watched or replaced in tests
+    FSDPParamGroup FSDPParamGroup.unshard FSDPParamGroup.reshard: replaced by labkit.instrument
+    FSDPParamGroup.post_backward: replaced by labkit.instrument
     RegisterPostBackwardFunction RegisterPostBackwardFunction.backward: watched in tests
 
 [technique] tensor subclasses and hooks of FSDP's all-gather: lab 3
-torch.distributed.tensor
-    DTensor._local_tensor: FSDP2 asks this object, not a view of it, for hooks
+torch.distributed.tensor:DTensor._local_tensor: FSDP2 asks this object, not a view of it, for hooks
 torch
     Tensor._make_wrapper_subclass: makes a tensor that holds others
     UntypedStorage._cdata: tells memory apart where it has no address
@@ -246,8 +226,7 @@ torch
     _foreach_mul: an operator on lists, with which an exercise is judged
 torch.utils._python_dispatch
     return_and_correct_aliasing: makes views of such a tensor share its memory
-torch.autograd
-    _unsafe_preserve_version_counter: refills a parameter that autograd has saved
+torch.autograd:_unsafe_preserve_version_counter: refills a parameter that autograd has saved
 
 [technique] pictures of shards without ranks: labs 1 and 3
 torch.distributed._local_tensor
@@ -258,20 +237,15 @@ torch.distributed._local_tensor
 [technique] gradient buckets: labs 1 and 4
 torch.autograd
     Variable._execution_engine.queue_callback: acts at the end of a backward pass, as DDP does
-torch.distributed._composable.replicate
-    replicate: DDP without a wrapper: labs 4 and 5
+torch.distributed._composable.replicate:replicate: DDP without a wrapper: labs 4 and 5
 
 [technique] networks with a delay on a GPU
-torch.cuda
-    _sleep: torch's only kernel that does nothing but wait
+torch.cuda:_sleep: torch's only kernel that does nothing but wait
 
 [technique] reading checkpoints of others without running their code: lab 7
-torch.serialization
-    _get_layout: named in a checkpoint
-torch.distributed.checkpoint.filesystem
-    _StorageInfo: named in a checkpoint
-torch.distributed.checkpoint.metadata
-    _MEM_FORMAT_ENCODING: named in a checkpoint
+torch.serialization:_get_layout: named in a checkpoint
+torch.distributed.checkpoint.filesystem:_StorageInfo: named in a checkpoint
+torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING: named in a checkpoint
 
 [compiler] compiled DDP and its buckets: lab 4
 torch._dynamo
@@ -283,14 +257,12 @@ torch._inductor
     config._fuse_ddp_communication_passes config._fuse_ddp_bucket_size: how it fuses them
     config.reorder_for_locality: must not take a backward pass for inference
 torch._inductor.fx_passes.ddp_fusion: the passes that fuse
-    fuse_ddp_with_concat_op fuse_ddp_with_coalesced_op: the passes that fuse
+    fuse_ddp_with_concat_op fuse_ddp_with_coalesced_op: two of these passes
     schedule_comm_wait: moves waits to the first use
 torch._dynamo.trace_rules: building DDP changes it for the rest of the process
     LEGACY_MOD_INLINELIST get_legacy_mod_inlinelist: what building DDP changes
-torch._dynamo.utils
-    counters: graphs compiled, buckets made, backward passes traced
-torch._dynamo.compiled_autograd
-    _enable: traces a backward pass
+torch._dynamo.utils:counters: graphs compiled, buckets made, backward passes traced
+torch._dynamo.compiled_autograd:_enable: traces a backward pass
 torch._inductor.graph
     GraphLowering: its programs are read
     GraphLowering.save_output_code: replaced: hands over the programs that inductor writes
@@ -301,37 +273,31 @@ torch._subclasses.fake_tensor
     FakeTensor: tells such a tensor from others
     unset_fake_temporarily: gives tensors values where torch needs them
     DataDependentOutputException DynamicOutputShapeException: a program has read a value
-torch.testing._internal.distributed.fake_pg
-    FakeStore: a process group of one process
+torch.testing._internal.distributed.fake_pg:FakeStore: a process group of one process
 torch._C._distributed_c10d
     FakeWork: what a collective of such a group returns
     FakeWork.wait: replaced while a step is recorded: a wait is an event
 torch.distributed._tools.fake_collectives: lets collectives take tensors without memory
-torch
-    _C._current_graph_task_id: whether a backward pass is running
-torch.distributed
-    init_process_group new_group: replaced: whatever its backend, a group sends nothing
-torch.distributed.distributed_c10d
-    init_process_group new_group: replaced: whatever its backend, a group sends nothing
+torch:_C._current_graph_task_id: whether a backward pass is running
+torch.distributed.distributed_c10d:init_process_group new_group: replaced: a group sends nothing
 torch.distributed.device_mesh
-    init_process_group: replaced: whatever its backend, a group sends nothing
+    init_process_group: replaced: a group sends nothing
     DeviceMesh.__init__: replaced: a mesh is values in tensors; it takes the CPU for a GPU
 torch.distributed
+    init_process_group new_group: replaced: whatever its backend, a group sends nothing
     is_nccl_available: replaced: programs are told yes
     Reducer Logger: replaced: DDP's C++ works on memory
     _verify_params_across_processes: replaced: it compares values
     _register_comm_hook _register_builtin_comm_hook: replaced: a hook of DDP cannot be simulated
     _compute_bucket_assignment_by_size: DDP's buckets in the order of the first backward pass
-torch.nn.parallel
-    DistributedDataParallel.__init__: replaced: it refuses a GPU that is not there
+torch.nn.parallel:DistributedDataParallel.__init__: replaced: it refuses a GPU that is not there
 torch.distributed.fsdp._fully_shard._fsdp_param
     _chunk_with_empty: replaced: cuts only the chunk that is used
     FSDPParam.reset_sharded_param: replaced: it looks at addresses
     FSDPParam._module_info FSDPParam._sharded_param_data: the parameter that it would reset
 torch.distributed.tensor._sharding_prop:ShardingPropagator
     _propagate_tensor_meta_non_cached: replaced: its trial operators are not part of the step
-torch.utils._python_dispatch
-    _disable_current_modes: hides those operators from the recorders
+torch.utils._python_dispatch:_disable_current_modes: hides those operators from the recorders
 torch.distributed._tools.mem_tracker:MemTracker
     _update_snap: replaced: reports every change of memory
     _update_peak_stats: replaced: a peak of many steps
@@ -341,23 +307,18 @@ torch.distributed._tools.mem_tracker:MemTracker
     _peak_mem_snap _peak_mem: bytes at the peak
 torch.distributed._tools.mod_tracker
     ModTracker._known_modules: the models of a program that does not use labkit
-torch.distributed._tools.common_utils
-    get_untyped_storages: the memory behind a tensor
-torch.nn.init
-    _no_grad_trunc_normal_: replaced: it draws until all values are within bounds
-torch.utils
-    swap_tensors: replaced: torch refuses it for tensors that a mode remembers
+torch.distributed._tools.common_utils:get_untyped_storages: the memory behind a tensor
+torch.nn.init:_no_grad_trunc_normal_: replaced: it draws until all values are within bounds
+torch.utils:swap_tensors: replaced: torch refuses it for tensors that a mode remembers
 torch
     compile: replaced: refused, since it needs values
     save: replaced: there is nothing to save
-torch.multiprocessing
-    spawn: replaced: only one of the ranks that it would start exists
+torch.multiprocessing:spawn: replaced: only one of the ranks that it would start exists
 torch.utils.data
     RandomSampler.__iter__ SubsetRandomSampler.__iter__: replaced: an order is made of values
-    WeightedRandomSampler.__iter__ DistributedSampler.__iter__: replaced: an order is made of values
+    WeightedRandomSampler.__iter__ DistributedSampler.__iter__: replaced for the same reason
     random_split: replaced: it draws an order
-torch.utils.data.dataset
-    random_split: replaced: it draws an order
+torch.utils.data.dataset:random_split: replaced: it draws an order
 torch.utils.data.dataloader
     DataLoader.__init__: replaced: samples stay in the process
     _BaseDataLoaderIter.__init__: replaced: it draws a seed
@@ -368,12 +329,8 @@ torch.amp:GradScaler
     __init__: replaced: it takes the CPU for a GPU
 torch.distributed.fsdp.sharded_grad_scaler
     ShardedGradScaler._amp_update_scale_cpu_: replaced: the scale is a value
-torch
-    _C._nn._parse_to: replaced: model.to takes the CPU for a GPU
-torch.amp
-    autocast.__init__: replaced: it takes the CPU for a GPU
-torch.utils._device
-    DeviceContext.__init__: replaced: it takes the CPU for a GPU
+torch:_C._nn._parse_to: replaced: model.to takes the CPU for a GPU
+torch.amp:autocast.__init__ torch.utils._device:DeviceContext.__init__: replaced: take CPU for a GPU
 """
 
 
@@ -381,16 +338,18 @@ def _read_table() -> Iterator[PrivateName]:
     room = lost = owner = ""
     for line in filter(None, _TABLE.splitlines()):
         names, _, why = line.partition(": ")
+        first, *others = names.split()
         if line.startswith("["):
             room, _, lost = line[1:].partition("] ")
         elif line.startswith(" "):
             separator = "." if ":" in owner else ":"
-            for name in names.split():
+            for name in (first, *others):
                 yield PrivateName(f"{owner}{separator}{name}", why, lost, room)
         else:
-            owner = names
-            if why:
-                yield PrivateName(owner, why, lost, room)
+            owner, module = first, first.partition(":")[0]
+            for name in (first, *others) if why else ():
+                path = name if name == first or ":" in name else f"{module}:{name}"
+                yield PrivateName(path, why, lost, room)
     for path in SLOW_MODULES:
         yield PrivateName(path, "imported once for all ranks", "every run", "launcher")
     for path in MESH_FACTORIES:

@@ -178,6 +178,6 @@ def external_session_info(world_size: int) -> dict[str, Any]:
     }
     return machine | {
         "cores": len(requirements.usable_cores()),
-        "torch": torch.__version__,
+        "torch": torch_private.TORCH_VERSION,
         "note": "",
     }

@@ -12,7 +12,7 @@ import pytest
 
 import labkit
 from labkit import config
-from labkit.config_options import parse_argv
+from labkit.config import parse_argv
 from labkit.errors import ParameterError
 from labkit.launcher.run import resolve_params
 from labkit.runs.folder import RunFolder, write_json
@@ -555,8 +555,8 @@ def test_a_preset_on_the_command_line(config_class, argv):
 def run_command_line(tmp_path, *argv):
     path = tmp_path / "shown.py"
     path.write_text(
-        "import sys\nfrom dataclasses import dataclass\nfrom labkit.config_options import parse_argv\n"
-        "from labkit.config import PositiveInt\n\n"
+        "import sys\nfrom dataclasses import dataclass\n"
+        "from labkit.config import PositiveInt, parse_argv\n\n"
         "@dataclass\nclass Config:\n"
         '    width: PositiveInt = 512\n    """Image width in pixels."""\n'
         "    rows: tuple[int, ...] = ()\nprint(parse_argv(Config, sys.argv[1:]).width)\n"

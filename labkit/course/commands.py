@@ -1,4 +1,4 @@
-"""The commands of a course. Each returns its exit status."""
+"""The commands of a course. Each returns its exit status, or None for 0."""
 
 import getpass
 import sys
@@ -9,97 +9,76 @@ from typing import Annotated, Any
 import tyro
 
 from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
-from labkit.course.verdict_store import PROGRESS_FILE
+
+FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
+LAB = tyro.conf.arg(metavar="LAB", help="The lab: its number, or the notebook's name.")
+LabName = Annotated[tyro.conf.Positional[str], LAB]
+HERE = tyro.conf.arg(help="Where the copies are; by default my/.")
+CopiesFolder = Annotated[Path | None, HERE]
 
 
 def start_lab(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")] = "0",
+    name: LabName = "0",
     /,
     browser: bool = True,
-    folder: Path | None = None,
+    folder: CopiesFolder = None,
     jupyter_options: tuple[str, ...] = (),
-) -> int:
+) -> None:
     """Open JupyterLab on your own copies of the labs, which are made where they are missing.
 
     Args:
-        name: The lab to open: its number, or the notebook's name.
+        name: The lab to open.
         browser: Open a browser; otherwise the address is printed.
-        folder: Where the copies are; by default my/.
+        folder: Where the copies are.
         jupyter_options: Options of JupyterLab, as one ends: --jupyter-options=--port=9999
     """
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     for made in copies.make_copies(place):
         print(f"made {place / made.path.name}")
-    if new := copies.labs_to_update(place):
-        names = ", ".join(each.name for each in new)
-        print(
-            f"There is something new in {names}: "
-            "`python -m labkit update` brings it into your copies."
-        )
+    if new := ", ".join(each.name for each in copies.labs_to_update(place)):
+        fix = "`python -m labkit update` brings it into your copies."
+        print(f"There is something new in {new}: {fix}")
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
-    return 0
 
 
-def reset_lab(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")],
-    /,
-    folder: Path | None = None,
-) -> int:
-    """Begin a lab again with a fresh copy. The earlier one is kept beside it, named with the time.
-
-    Args:
-        name: The lab: its number, or the notebook's name.
-        folder: Where the copies are; by default my/.
-    """
+def reset_lab(name: LabName, /, folder: CopiesFolder = None) -> None:
+    """Begin a lab again with a fresh copy; the earlier one stays beside it, named with the time."""
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     kept = copies.reset_copy(wanted, place)
     print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
-    return 0
 
 
-def update_labs(folder: Path | None = None) -> int:
-    """Bring what is new in the labs into your copies. What you changed stays, and is listed.
-
-    Args:
-        folder: Where the copies are; by default my/.
-    """
+def update_labs(folder: CopiesFolder = None) -> int:
+    """Bring what is new in the labs into your copies. What you changed stays, and is listed."""
     said, problems = copies.update_copies(_copies_folder(folder))
     print("\n".join(said))
     return _print_problems(problems)
 
 
-def show_progress(folder: Path | None = None) -> int:
-    """Show which exercises have passed.
-
-    Args:
-        folder: Where the copies are; by default my/.
-    """
+def show_progress(folder: CopiesFolder = None) -> None:
+    """Show which exercises have passed."""
     print(verdict_store.progress_text(_load_verdicts(folder)))
-    return 0
 
 
 def export_progress(
-    file: Annotated[
-        tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PROGRESS_FILE")
-    ] = None,
+    file: Annotated[tyro.conf.Positional[Path | None], FILE] = None,
     /,
     name: str | None = None,
-    folder: Path | None = None,
-) -> int:
+    folder: CopiesFolder = None,
+) -> None:
     """Write one file for a teacher: your name, labkit's version, and what the checks said.
 
     Args:
         file: The file to write; by default labkit-NAME.json here.
         name: Your name; asked for in a terminal, otherwise that of your account.
-        folder: Where the copies are; by default my/.
+        folder: Where the copies are.
     """
     known = _load_verdicts(folder)
-    whose = name if name is not None else _ask_name()
-    plain = "".join(letter if letter.isalnum() else "_" for letter in whose.strip())
+    whose = (name if name is not None else _ask_name()).strip()
+    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
-    print(f"wrote {path}, of {whose.strip()}")
-    return 0
+    print(f"wrote {path}, of {whose}")
 
 
 def _ask_name() -> str:
@@ -114,9 +93,7 @@ def _ask_name() -> str:
 
 
 def collect_exports(
-    files: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PROGRESS_FILE")
-    ],
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], FILE],
     /,
     csv: Path | None = None,
     html: Path | None = None,
@@ -152,7 +129,7 @@ def _copies_folder(named: Path | None) -> Path:
 
 
 def _load_verdicts(folder: Path | None) -> verdict_store.Verdicts:
-    return verdict_store.read_verdicts(_copies_folder(folder) / PROGRESS_FILE)
+    return verdict_store.read_verdicts(_copies_folder(folder) / verdict_store.PROGRESS_FILE)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

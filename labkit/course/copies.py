@@ -9,12 +9,12 @@
 | my/.labkit/earlier/                | copies from before the last update of each              |
 
 Files are replaced atomically, and an earlier text is removed only after the new one is written.
+Each function raises LabError if the folder is not writable.
 """
 
 import contextlib
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,123 +31,90 @@ def default_copies_folder() -> Path:
     return workspace_folder() / "my"
 
 
-@dataclass(frozen=True)
-class CopyPaths:
-    """The files of one lab in a folder of copies."""
-
-    folder: Path
-    lab: Lab
-
-    @property
-    def copy_path(self) -> Path:
-        """The learner's notebook."""
-        return self.folder / self.lab.path.name
-
-    @property
-    def pristine_path(self) -> Path:
-        """The notebook from which the copy was made."""
-        return self.folder / LABKIT_FOLDER_NAME / "pristine" / self.lab.path.name
-
-    @property
-    def earlier_path(self) -> Path:
-        """The copy from before the last update."""
-        return self.folder / LABKIT_FOLDER_NAME / "earlier" / self.lab.path.name
-
-    def free_backup_path(self) -> Path:
-        """Return an unused path for an earlier copy, with the time in its name."""
-        stem = f"{self.lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-        path, number = self.folder / f"{stem}.ipynb", 2
-        while path.exists():
-            path, number = self.folder / f"{stem}_{number}.ipynb", number + 1
-        return path
+def _pristine_path(folder: Path, lab: Lab) -> Path:
+    return folder / LABKIT_FOLDER_NAME / "pristine" / lab.path.name
 
 
 def make_copies(folder: Path) -> list[Lab]:
-    """Make a copy of every lab that has none, and return these labs.
-
-    Raises:
-        LabError: the folder is not writable.
-    """
-    places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
-    missing = [place for place in places if not place.copy_path.exists()]
+    """Make a copy of every lab that has none, and return these labs."""
+    missing = [lab for lab in lab_catalog.all_labs() if not (folder / lab.path.name).exists()]
     with _explain_write_errors(folder):
-        for place in missing:
-            _write_copy(place)
-    return [place.lab for place in missing]
+        for lab in missing:
+            _write_copy(folder, lab)
+    return missing
 
 
 def reset_copy(lab: Lab, folder: Path) -> Path | None:
-    """Make a fresh copy, and return where an earlier one is kept, if there was one.
-
-    Raises:
-        LabError: the folder is not writable.
-    """
-    place = CopyPaths(folder, lab)
-    kept = place.free_backup_path() if place.copy_path.exists() else None
+    """Make a fresh copy, and return where an earlier one is kept, if there was one."""
+    kept = None
     with _explain_write_errors(folder):
-        if kept:
-            place.copy_path.rename(kept)
-        _write_copy(place)
+        if (folder / lab.path.name).exists():
+            kept = _free_backup_path(folder, lab)
+            (folder / lab.path.name).rename(kept)
+        _write_copy(folder, lab)
     return kept
 
 
-def _write_copy(place: CopyPaths) -> None:
-    text = place.lab.path.read_text(encoding="utf-8")
-    private_files.make_own_folder(place.folder / LABKIT_FOLDER_NAME)
-    place.pristine_path.parent.mkdir(exist_ok=True)
+def _free_backup_path(folder: Path, lab: Lab) -> Path:
+    stem = f"{lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    path, number = folder / f"{stem}.ipynb", 2
+    while path.exists():
+        path, number = folder / f"{stem}_{number}.ipynb", number + 1
+    return path
+
+
+def _write_copy(folder: Path, lab: Lab) -> None:
+    text, pristine = lab.path.read_text(encoding="utf-8"), _pristine_path(folder, lab)
+    private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
+    pristine.parent.mkdir(exist_ok=True)
     # The pristine notebook is written first, because a copy without it could not be updated.
-    write_text(place.pristine_path, text)
-    write_text(place.copy_path, text)
+    write_text(pristine, text)
+    write_text(folder / lab.path.name, text)
 
 
 def labs_to_update(folder: Path) -> list[Lab]:
     """Return the labs that have changed since their copies were made or updated."""
     changed = []
     for lab in lab_catalog.all_labs():
-        pristine = CopyPaths(folder, lab).pristine_path
+        pristine = _pristine_path(folder, lab)
         if pristine.exists() and pristine.read_bytes() != lab.path.read_bytes():
             changed.append(lab)
     return changed
 
 
 def update_copies(folder: Path) -> tuple[list[str], list[str]]:
-    """Bring what is new in the notebooks into the copies.
-
-    Returns:
-        For each updated lab what was done and what was left; for each other lab what to do.
-
-    Raises:
-        LabError: the folder is not writable.
+    """Bring what is new in the notebooks into the copies; return for each updated lab what was
+    done and what was left, and for each other lab what to do.
     """
-    made = {lab.name for lab in make_copies(folder)}
-    said, problems = [], []
+    made = make_copies(folder)
+    said, problems = [f"{lab.name}: a new copy" for lab in made], []
     for lab in lab_catalog.all_labs():
-        if lab.name in made:
-            said.append(f"{lab.name}: a new copy")
-            continue
         try:
-            said.append(f"{lab.name}: {_update_copy(CopyPaths(folder, lab))}")
+            if lab not in made:
+                said.append(f"{lab.name}: {_update_copy(folder, lab)}")
         except LabError as error:
             problems.append(f"{lab.name}: left as it is. {error}")
-    return said, problems
+    return sorted(said), problems
 
 
-def _update_copy(place: CopyPaths) -> str:
-    if not place.pristine_path.exists():
-        fix = f"keep it beside and begin anew: python -m labkit reset {place.lab.name}"
-        raise LabError(f"Nobody knows what {place.copy_path} was made from; {fix}")
-    base, new, mine = (
-        _read_notebook(path) for path in (place.pristine_path, place.lab.path, place.copy_path)
-    )
+def _update_copy(folder: Path, lab: Lab) -> str:
+    import nbformat
+
+    copy, pristine = folder / lab.path.name, _pristine_path(folder, lab)
+    if not pristine.exists():
+        fix = f"keep it beside and begin again: python -m labkit reset {lab.name}"
+        raise LabError(f"It is unknown what {copy} was made from; {fix}")
+    base, new, mine = map(_read_notebook, (pristine, lab.path, copy))
     if base == new:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
-    with _explain_write_errors(place.folder):
-        place.earlier_path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place.earlier_path, place.copy_path.read_text(encoding="utf-8"))
-        write_text(place.copy_path, _notebook_text(merged.notebook))
+    with _explain_write_errors(folder):
+        earlier = folder / LABKIT_FOLDER_NAME / "earlier" / lab.path.name
+        earlier.parent.mkdir(parents=True, exist_ok=True)
+        write_text(earlier, copy.read_text(encoding="utf-8"))
+        write_text(copy, nbformat.writes(merged.notebook).rstrip("\n") + "\n")
         # The pristine notebook comes last, so that an interrupted update is repeated.
-        write_text(place.pristine_path, place.lab.path.read_text(encoding="utf-8"))
+        write_text(pristine, lab.path.read_text(encoding="utf-8"))
     done = f"{merged.changed} cells with a new text, {merged.added} new, {merged.removed} removed"
     left = [f"  left: {each}".replace("\n", "\n    ") for each in merged.left]
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
@@ -161,15 +128,8 @@ def _read_notebook(path: Path) -> Any:
     # A half-written file can raise anything, besides nbformat's own errors.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
-        name = path.name.removesuffix(".ipynb")
-        fix = f"mend it, or keep it beside and begin anew: python -m labkit reset {name}"
+        fix = f"mend it, or keep it beside and begin again: python -m labkit reset {path.stem}"
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None
-
-
-def _notebook_text(notebook: Any) -> str:
-    import nbformat
-
-    return str(nbformat.writes(notebook)).rstrip("\n") + "\n"
 
 
 @contextlib.contextmanager
@@ -177,7 +137,6 @@ def _explain_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        what = f"{folder}: no copies can be written there ({error.strerror})"
         fix = "make room, mend its permissions, or take another with --folder"
-        raise LabError(
-            f"{folder}: no copies can be written there ({error.strerror}); {fix}"
-        ) from error
+        raise LabError(f"{what}; {fix}") from error

@@ -1,22 +1,15 @@
 """One file with a learner's verdicts for a teacher, and many such files as one table."""
 
+import contextlib
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from labkit.course import lab_catalog
-from labkit.course.verdict_store import (
-    LEGEND,
-    MARKS,
-    OPEN_MARK,
-    Verdicts,
-    verdicts_from_json,
-    verdicts_to_json,
-)
+from labkit.course import lab_catalog, verdict_store
 from labkit.errors import LabError
 from labkit.runs.folder import write_json, write_text
 
@@ -36,43 +29,33 @@ class Export:
     name: str
     when: str
     labkit: str
-    verdicts: Verdicts
+    verdicts: verdict_store.Verdicts
     path: Path
 
 
-def write_export(path: Path, name: str, verdicts: Verdicts) -> None:
-    """Write a learner's file.
-
-    Raises:
-        LabError: the name is empty, the file holds something else, or it cannot be written.
-    """
+def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> None:
+    """Write a learner's file; raise LabError without a name, or if the file is something else."""
     if not name.strip():
-        raise LabError(
-            "the file needs a name, so that a teacher knows whose it is: give it with --name"
-        )
+        rule = "the file needs a name, so that a teacher knows whose it is"
+        raise LabError(f"{rule}: give it with --name")
     if path.exists():
         # Only another export may be overwritten; anything else raises here.
         read_export(path)
+    # In a checkout on the path labkit may not be installed, and then has no version.
     versions = [found.version for found in metadata.distributions(name="labkit")]
     content = {
         "kind": EXPORT_KIND,
         "name": name.strip(),
         "when": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "labkit": versions[0] if versions else "unknown",
-        **verdicts_to_json(verdicts),
+        **verdict_store.verdicts_to_json(verdicts),
     }
-    try:
+    with _explain_write_errors(path):
         write_json(path, content)
-    except OSError as error:
-        raise LabError(f"{path} cannot be written ({error.strerror}): give another file") from None
 
 
 def read_export(path: Path) -> Export:
-    """Read a learner's file.
-
-    Raises:
-        LabError: it is unreadable, or not an export.
-    """
+    """Read a learner's file; raise LabError if it is unreadable, or not an export."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -83,10 +66,10 @@ def read_export(path: Path) -> Export:
         raise LabError(f"{path}: not made by `python -m labkit export`")
     name, when, version = (str(content.get(field) or "") for field in ("name", "when", "labkit"))
     if not (name and version and _parse_time(when)):
-        raise LabError(
-            f"{path}: broken, its name, version or time is missing; ask for a new export"
-        )
-    return Export(name, when, version, verdicts_from_json(content, path), path)
+        problem = "broken, its name, version or time is missing; ask for a new export"
+        raise LabError(f"{path}: {problem}")
+    verdicts = verdict_store.verdicts_from_json(content, path)
+    return Export(name, when, version, verdicts, path)
 
 
 def _parse_time(text: str) -> datetime.datetime | None:
@@ -102,18 +85,15 @@ def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
     problems = []
     for path in paths:
         try:
-            found = read_export(path)
+            newer = read_export(path)
         except LabError as error:
             problems.append(str(error))
             continue
-        other = by_name.get(found.name)
-        if other:
-            older, newer = sorted([other, found], key=lambda each: str(_parse_time(each.when)))
-            problems.append(
-                f"{older.path}: left out, {newer.path} is of {found.name}, too, and not older"
-            )
-            found = newer
-        by_name[found.name] = found
+        if older := by_name.get(newer.name):
+            older, newer = sorted([older, newer], key=lambda each: str(_parse_time(each.when)))
+            why = f"left out, {newer.path} is of {newer.name}, too, and not older"
+            problems.append(f"{older.path}: {why}")
+        by_name[newer.name] = newer
     return sorted(by_name.values(), key=lambda each: each.name.casefold()), problems
 
 
@@ -126,26 +106,25 @@ def progress_frame(exports: Sequence[Export]) -> Any:
         for lab in lab_catalog.all_labs()
         for each in lab.exercises
     }
-    # An export of another version of labkit may have other exercises.
+    by_learner = {}
     for one in exports:
+        states = by_learner[one.name] = dict.fromkeys(columns, "")
         for lab, exercises in one.verdicts.items():
-            for name in exercises:
-                columns.setdefault((lab, name), f"{lab}.{name}")
-    rows = []
-    for one in exports:
-        states = []
-        for lab, name in columns:
-            kept = one.verdicts.get(lab, {}).get(name)
-            states.append(kept.state if kept else "")
-        rows.append((one.name, states.count("passed"), one.when, one.labkit, *states))
-    names = ["name", "passed", "exported", "labkit", *columns.values()]
-    return pandas.DataFrame(rows, columns=names).set_index("name")
+            states |= {(lab, name): kept.state for name, kept in exercises.items()}
+    frame = pandas.DataFrame.from_dict(by_learner, orient="index").fillna("").rename_axis("name")
+    # An export of another version of labkit may have other exercises.
+    frame.columns = [columns.get((lab, name), f"{lab}.{name}") for lab, name in frame]
+    frame.insert(0, "passed", (frame == "passed").sum(axis="columns"))
+    frame.insert(1, "exported", [one.when for one in exports])
+    frame.insert(2, "labkit", [one.labkit for one in exports])
+    return frame
 
 
 def write_csv(frame: Any, path: Path) -> None:
     """Write the table for a spreadsheet, with formulas in a learner's text escaped."""
     plain = frame.reset_index().map(_escape_formula).rename(columns=_escape_formula)
-    _write_file(path, plain.to_csv(index=False))
+    with _explain_write_errors(path):
+        write_text(path, plain.to_csv(index=False))
 
 
 def _escape_formula(value: Any) -> Any:
@@ -158,15 +137,18 @@ def write_html(frame: Any, path: Path) -> None:
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         f"<title>labkit: progress</title><style>{PAGE_CSS}</style>"
     )
-    marked = frame.replace({**MARKS, "not attempted": OPEN_MARK}).reset_index()
-    rows = marked.to_html(border=0, index=False, justify="left")
+    marks = {**verdict_store.MARKS, "not attempted": verdict_store.OPEN_MARK}
+    rows = frame.replace(marks).reset_index().to_html(border=0, index=False, justify="left")
     learners = f"{len(frame)} learner{'s' if len(frame) != 1 else ''}"
-    about = f"<h1>Progress of {learners}</h1><p>{LEGEND}; an empty cell was never checked</p>"
-    _write_file(path, f"{head}{about}{rows}</html>\n")
+    legend = f"{verdict_store.LEGEND}; an empty cell was never checked"
+    with _explain_write_errors(path):
+        page = f"{head}<h1>Progress of {learners}</h1><p>{legend}</p>{rows}</html>\n"
+        write_text(path, page)
 
 
-def _write_file(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
-        write_text(path, text)
+        yield
     except OSError as error:
         raise LabError(f"{path} cannot be written ({error.strerror}): give another file") from None

@@ -5,6 +5,7 @@ the first start, later news from the network), and the layout of the windows, so
 of another project open. The learner's own settings, such as the theme, still apply.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -12,27 +13,22 @@ from pathlib import Path
 
 from labkit.environment import ENV_RUNS_FOLDER
 from labkit.errors import LabError
+from labkit.requirements import LOOPBACK
 from labkit.runs import private_files
 from labkit.runs.folder import LABKIT_FOLDER_NAME, runs_folder, write_text
 
-LOOPBACK_ADDRESS = "127.0.0.1"
 ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 
 
 def prepare_environment(folder: Path) -> dict[str, str]:
-    """Write the configuration, and return the environment for a JupyterLab on this folder.
-
-    Raises:
-        LabError: the folder belongs to another user.
-    """
+    """Write the configuration, and return the environment for a JupyterLab on this folder."""
     # JupyterLab executes its configuration, so no other user may be able to write one there.
     try:
         private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
         private_files.make_own_folder(folder)
     except OSError as error:
-        raise LabError(
-            f"{error.filename}: {error.strerror}; take another folder with --folder"
-        ) from None
+        what = f"{error.filename}: {error.strerror}"
+        raise LabError(f"{what}; take another folder with --folder") from None
     ours = folder / LABKIT_FOLDER_NAME / "jupyter"
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +57,7 @@ def jupyter_command(
         *([] if browser else ["--no-browser"]),
         # Listen on the loopback interface whatever the person's settings say, unless asked here.
         # The token is in a file that only this person can read, never on the command line.
-        *([] if names_address else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]),
+        *([] if names_address else [f"--ServerApp.ip={LOOPBACK}"]),
         # In a container the user is often root.
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *more,
@@ -69,13 +65,7 @@ def jupyter_command(
 
 
 def exec_jupyter(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
-    """Replace this process with JupyterLab, which then receives Ctrl-C and signals.
-
-    Raises:
-        LabError: JupyterLab is not installed.
-    """
-    import importlib.util
-
+    """Replace this process with JupyterLab, which then receives Ctrl-C and signals."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise LabError(f"no JupyterLab in {sys.prefix}: pip install 'labkit[notebook]'")
     environment = prepare_environment(folder)

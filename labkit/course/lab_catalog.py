@@ -9,17 +9,12 @@ from labkit.errors import LabError, ParameterError
 from labkit.runs.folder import ROOT
 
 NOTEBOOK_FOLDER = ROOT / "notebooks"
+FIX = "install labkit again, or run `make notebooks` in a checkout"
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise.
-
-    Attributes:
-        name: of the function or class to complete.
-        number: of the lab and the exercise, such as "2.4".
-        title: from its heading.
-    """
+    """The name of the function or class to complete, a number such as "2.4", and the title."""
 
     name: str
     number: str
@@ -41,11 +36,7 @@ class Lab:
 
 
 def all_labs() -> tuple[Lab, ...]:
-    """Return all labs, in order.
-
-    Raises:
-        LabError: there is no notebook, or one is unreadable.
-    """
+    """Return all labs, in order; raise LabError if there is no notebook, or one is unreadable."""
     return _load_labs(NOTEBOOK_FOLDER)
 
 
@@ -53,9 +44,7 @@ def all_labs() -> tuple[Lab, ...]:
 def _load_labs(folder: Path) -> tuple[Lab, ...]:
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
-        raise LabError(
-            f"no labs in {folder}: install labkit again, or run `make notebooks` in a checkout"
-        )
+        raise LabError(f"no labs in {folder}: {FIX}")
     return tuple(map(_read_lab, paths))
 
 
@@ -68,31 +57,22 @@ def _read_lab(path: Path) -> Lab:
         key = notebook["metadata"].get("labkit", {}).get("lab", "")
         return Lab(path, key, tuple(exercises))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fix = "install labkit again, or run `make notebooks` in a checkout"
-        raise LabError(
-            f"{path} is no learner's notebook ({type(error).__name__}: {error}); {fix}"
-        ) from None
+        what = f"{type(error).__name__}: {error}"
+        raise LabError(f"{path} is no learner's notebook ({what}); {FIX}") from None
 
 
 def find_lab(name: str) -> Lab:
-    """Return a lab by the notebook's name, its number, or the lab's short name.
-
-    Raises:
-        ParameterError: no lab or several match.
-    """
+    """Return a lab by the notebook's name, its number, or its short name; else ParameterError."""
     wanted = name.removesuffix(".ipynb")
     found = []
     for lab in all_labs():
-        same_number = lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
-        same_name = bool(wanted) and wanted in (lab.name, lab.key)
-        if same_number if wanted.isdigit() else same_name:
+        if wanted.isdigit():
+            fits = lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
+        else:
+            fits = bool(wanted) and wanted in (lab.name, lab.key)
+        if fits:
             found.append(lab)
     if len(found) != 1:
         there = ", ".join(lab.name for lab in all_labs())
         raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")
     return found[0]
-
-
-def find_lab_by_key(key: str) -> Lab | None:
-    """Return the lab with this short name, if there is one."""
-    return next((lab for lab in all_labs() if lab.key == key), None)

@@ -13,27 +13,20 @@ counts as removed and the new one as added, which loses nothing.
 import copy
 import difflib
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 Cell = Any  # nbformat's NotebookNode
 Notebook = Any
+# Fraction of words that two versions of a cell must share.
 MIN_SIMILARITY = 0.5
-"""Fraction of words that two versions of a cell must share."""
 MAX_TITLE_LENGTH = 60
 
 
 @dataclass
 class MergeResult:
-    """The merged notebook.
-
-    Attributes:
-        notebook: the result.
-        changed: number of untouched cells that took a new text.
-        added: number of new cells.
-        removed: number of untouched cells that were removed.
-        left: a message for each cell that stayed although the notebook's own has changed.
+    """The merged notebook; how many untouched cells took a new text, were added and were removed;
+    and a message for each cell that stayed although the notebook's own has changed.
     """
 
     notebook: Notebook
@@ -46,8 +39,8 @@ class MergeResult:
 def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResult:
     """Return the learner's notebook with what is new since ``base``; no argument is modified."""
     after = _match_cells(base.cells, new.cells)
-    merged = MergeResult(copy.deepcopy(mine))
     before = {place: base.cells[old] for old, place in after.items()}
+    merged = MergeResult(copy.deepcopy(mine))
     theirs, own = _place_cells(base.cells, new.cells, merged, after)
     cells = list(own.get(-1, []))
     for place, cell in enumerate(new.cells):
@@ -77,12 +70,9 @@ def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
         if old in found:
             continue
         start = max((place for earlier, place in found.items() if earlier < old), default=-1) + 1
-        end = min(
-            (place for later, place in found.items() if later > old and place >= start),
-            default=len(new),
-        )
-        free = [place for place in range(start, end) if place not in found.values()]
-        scores = {place: _text_similarity(cell, new[place]) for place in free}
+        later = [place for later, place in found.items() if later > old and place >= start]
+        free = set(range(start, min(later, default=len(new)))) - set(found.values())
+        scores = {place: _text_similarity(cell, new[place]) for place in sorted(free)}
         best = max(scores, key=lambda place: scores[place], default=-1)
         if scores.get(best, 0) >= MIN_SIMILARITY:
             found[old] = best
@@ -99,11 +89,28 @@ def _text_similarity(one: Cell, other: Cell) -> float:
 def _place_cells(
     base: list[Cell], new: list[Cell], merged: MergeResult, after: dict[int, int]
 ) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
-    """The learner's cells by place in the new notebook, and their own ones by the place before."""
+    """Return the learner's cells by place in the new notebook, and their own by the place before.
+
+    Each cell of the notebook is found once, so that a copy of it counts as the learner's own.
+    """
+    mine = merged.notebook.cells
+    by_id = {cell.id: old for old, cell in enumerate(base)}
+    # After an interrupted update the learner's notebook already has cells of the new one.
+    by_new_id = {cell.id: place for place, cell in enumerate(new)}
+    # Some editors drop ids, so cells without one are found by their text.
+    ids = {cell.get("id") for cell in mine}
+    without_id = {old: cell for old, cell in enumerate(base) if cell.id not in ids}
+    by_text = {(cell.cell_type, cell.source): old for old, cell in without_id.items()}
     theirs: dict[int, Cell] = {}
     own: dict[int, list[Cell]] = {}
     current = -1
-    for cell, old, place in _locate_cells(base, new, merged.notebook.cells, after):
+    for cell in mine:
+        old = by_id.pop(cell.get("id"), None)
+        if old is None:
+            old = by_text.pop((cell.cell_type, cell.source), None)
+        place = by_new_id.get(cell.get("id")) if old is None else after.get(old)
+        if place in theirs:
+            old = place = None
         if place is not None:
             theirs[place], current = cell, place
         elif old is not None and cell.source == base[old].source:
@@ -111,46 +118,19 @@ def _place_cells(
         else:
             own.setdefault(current, []).append(cell)
             if old is not None:
-                title = _cell_title(base[old])
-                merged.left.append(
-                    f"{title}: the notebook has it no more, but you changed it; it stays"
-                )
+                why = "the notebook has it no more, but you changed it; it stays"
+                merged.left.append(f"{_cell_title(base[old])}: {why}")
     return theirs, own
 
 
-def _locate_cells(
-    base: list[Cell], new: list[Cell], mine: list[Cell], after: dict[int, int]
-) -> Iterator[tuple[Cell, int | None, int | None]]:
-    """Yield each of the learner's cells with its place in ``base`` and in ``new``, each once."""
-    by_id = {cell.id: old for old, cell in enumerate(base)}
-    # After an interrupted update the learner's notebook already has cells of the new one.
-    by_new_id = {cell.id: place for place, cell in enumerate(new)}
-    # Some editors drop ids, so cells without one are found by their text.
-    ids = {cell.get("id") for cell in mine}
-    by_text = {
-        (cell.cell_type, cell.source): old for old, cell in enumerate(base) if cell.id not in ids
-    }
-    taken: set[int] = set()
-    for cell in mine:
-        old = by_id.pop(cell.get("id"), None)
-        if old is None:
-            old = by_text.pop((cell.cell_type, cell.source), None)
-        place = by_new_id.get(cell.get("id")) if old is None else after.get(old)
-        if place in taken:
-            old, place = None, None
-        elif place is not None:
-            taken.add(place)
-        yield cell, old, place
-
-
 def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult) -> Cell:
-    """The learner's cell with the new metadata, or the new cell if only its text is new."""
-    same_text = mine.source == cell.source
-    if not same_text and before is not None and mine.source == before.source:
-        merged.changed += 1
-        return copy.deepcopy(cell)
-    if not same_text and before is not None and cell.source != before.source:
-        merged.left.append(_conflict_text(before, cell, "you changed yours"))
+    """Return the learner's cell with new metadata, or the new cell if only its text is new."""
+    if before is not None and mine.source != cell.source:
+        if mine.source == before.source:
+            merged.changed += 1
+            return copy.deepcopy(cell)
+        if cell.source != before.source:
+            merged.left.append(_conflict_text(before, cell, "you changed yours"))
     known = {} if before is None else before.metadata
     mine.id = cell.id
     own = {name: value for name, value in mine.metadata.items() if name not in known}
@@ -160,26 +140,22 @@ def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult
 
 def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
     """Give a new id to every cell without one, or with one that is taken."""
-    seen: set[str] = set()
+    seen = {""}
     # The notebook's own cells come first, so that they keep their ids.
     for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):
-        if cell.get("id", "") in seen | {""}:
+        if cell.get("id", "") in seen:
             cell.id = secrets.token_hex(4)
         seen.add(cell.id)
 
 
 def _conflict_text(before: Cell, cell: Cell, why: str) -> str:
-    lines = difflib.unified_diff(
-        before.source.split("\n"), cell.source.split("\n"), lineterm="", n=1
-    )
-    return "\n".join(
-        [f"{_cell_title(before)}: it has a new text, but {why}. New in it:", *list(lines)[2:]]
-    )
+    texts = before.source.split("\n"), cell.source.split("\n")
+    # The first two lines name files.
+    lines = list(difflib.unified_diff(*texts, lineterm="", n=1))[2:]
+    head = f"{_cell_title(before)}: it has a new text, but {why}. New in it:"
+    return "\n".join([head, *lines])
 
 
 def _cell_title(cell: Cell) -> str:
-    lines = cell.source.strip().split("\n")
-    first = lines[0].strip() or "an empty cell"
-    if len(first) > MAX_TITLE_LENGTH:
-        first = f"{first[:MAX_TITLE_LENGTH]}…"
-    return f"`{first}`"
+    first = cell.source.strip().split("\n")[0].strip() or "an empty cell"
+    return f"`{first[:MAX_TITLE_LENGTH]}{'…' * (len(first) > MAX_TITLE_LENGTH)}`"

@@ -1,18 +1,15 @@
 """Keep the verdict of every check beside the learner's copies, and tell how far a learner is.
 
 A verdict is written to ``progress.json`` if the notebook's kernel started in or below a folder of
-copies, which has a hidden folder of its own. Elsewhere, as where notebooks are built and tested,
-verdicts last only as long as the kernel. LABKIT_VERDICTS names another file.
-
-The file keeps each exercise's first pass, last verdict and number of tries, so that a pass is never
-taken back.
+copies, or to the file that LABKIT_VERDICTS names. Elsewhere, as where notebooks are built and
+tested, it lasts as long as the kernel. A pass is never taken back.
 """
 
 import contextlib
 import datetime
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -41,13 +38,8 @@ except OSError:
 
 @dataclass(frozen=True)
 class ExerciseProgress:
-    """The verdicts on one exercise.
-
-    Attributes:
-        verdict: the last one.
-        when: time of the last one, ISO 8601.
-        tries: how often it was judged as passed or wrong.
-        first_passed: time of the first pass, "" for none.
+    """The last verdict on one exercise and its time (ISO 8601), how often it was judged as passed
+    or wrong, and the time of the first pass, "" for none.
     """
 
     verdict: str
@@ -67,45 +59,47 @@ class ExerciseProgress:
         return ExerciseProgress(verdict, when, tries, self.first_passed or passed)
 
 
+# By a lab's short name, then by an exercise's.
 Verdicts = Mapping[str, Mapping[str, ExerciseProgress]]
-"""By a lab's short name, then by an exercise's."""
 _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict, and return whether the exercise exists; warn if the file is not writable.
-
-    Args:
-        lab: its short name, such as "fsdp".
-        exercise: name of the function or class that was judged.
-        verdict: one of STATES.
+    """Keep a verdict, one of STATES, on the function or class ``exercise`` of a lab, such as
+    "fsdp"; return whether the exercise exists, and warn if the file is not writable.
     """
-    try:
-        found = lab_catalog.find_lab_by_key(lab)
-    # labkit may be installed without its notebooks.
-    except LabError:
-        found = None
-    if found is None or exercise not in [each.name for each in found.exercises]:
-        return False
+    # labkit may be installed without its notebooks, and then there are no labs.
+    with contextlib.suppress(LabError):
+        found = next((each for each in lab_catalog.all_labs() if each.key == lab), None)
+        if found and exercise in [each.name for each in found.exercises]:
+            _keep_verdict(lab, exercise, verdict)
+            return True
+    return False
+
+
+def _keep_verdict(lab: str, exercise: str, verdict: str) -> None:
     when = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    _add_verdict(_process_verdicts, lab, exercise, verdict, when)
+
+    def add_to(kept: dict[str, dict[str, ExerciseProgress]]) -> None:
+        exercises = kept.setdefault(lab, {})
+        before = exercises.get(exercise, ExerciseProgress("", ""))
+        exercises[exercise] = before.with_verdict(verdict, when)
+
+    add_to(_process_verdicts)
     path = progress_path()
-    if path:
-        try:
-            with _lock_file(path):
-                kept = read_verdicts(path)
-                _add_verdict(kept, lab, exercise, verdict, when)
-                write_json(path, verdicts_to_json(kept))
-        except (LabError, OSError) as error:
-            warnings.warn(f"this verdict is not kept: {error}", stacklevel=4)
-    return True
-
-
-def _add_verdict(
-    kept: dict[str, dict[str, ExerciseProgress]], lab: str, exercise: str, verdict: str, when: str
-) -> None:
-    of_lab = kept.setdefault(lab, {})
-    of_lab[exercise] = of_lab.get(exercise, ExerciseProgress("", "")).with_verdict(verdict, when)
+    if path is None:
+        return
+    hidden = path.parent / LABKIT_FOLDER_NAME
+    folder = hidden if private_files.is_own_folder(hidden) else path.parent
+    try:
+        # The lock is a file of its own, because every write replaces the file of verdicts.
+        with private_files.lock_file(folder / f"{path.name}.lock"):
+            kept = read_verdicts(path)
+            add_to(kept)
+            write_json(path, verdicts_to_json(kept))
+    except (LabError, OSError) as error:
+        # Five calls up is the learner's cell.
+        warnings.warn(f"this verdict is not kept: {error}", stacklevel=5)
 
 
 def progress_path() -> Path | None:
@@ -120,11 +114,7 @@ def progress_path() -> Path | None:
 
 
 def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
-    """Return the verdicts of a file, or none if it does not exist.
-
-    Raises:
-        LabError: it is unreadable, or holds something else.
-    """
+    """Return the verdicts of a file, {} if it does not exist; else raise LabError."""
     try:
         content = read_json(path)
     except RecordError as error:
@@ -135,17 +125,12 @@ def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
 def verdicts_from_json(
     content: Mapping[str, Any], path: Path
 ) -> dict[str, dict[str, ExerciseProgress]]:
-    """Parse the result of ``verdicts_to_json``; ``path`` is for error messages.
-
-    Raises:
-        LabError: the content is something else.
-    """
+    """Parse the result of ``verdicts_to_json``, or raise LabError that names ``path``."""
     if not content:
         return {}
     if content.get("version") != FORMAT_VERSION:
-        raise LabError(
-            f"{path}: version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}; {FIX}"
-        )
+        problem = f"version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}"
+        raise LabError(f"{path}: {problem}; {FIX}")
     try:
         kept = {
             lab: {name: ExerciseProgress(**fields) for name, fields in exercises.items()}
@@ -156,12 +141,9 @@ def verdicts_from_json(
     for lab, exercises in kept.items():
         for name, each in exercises.items():
             texts = (each.verdict, each.when, each.first_passed)
-            if each.verdict not in STATES or not all(isinstance(text, str) for text in texts):
+            is_count = isinstance(each.tries, int) and each.tries >= 0
+            if not (each.verdict in STATES and is_count and all(isinstance(x, str) for x in texts)):
                 raise LabError(f"{path}: {lab}.{name} = {asdict(each)} is no verdict; {FIX}")
-            if not isinstance(each.tries, int) or each.tries < 0:
-                raise LabError(
-                    f"{path}: {lab}.{name}: tries = {each.tries!r} is no number of tries; {FIX}"
-                )
     return kept
 
 
@@ -171,16 +153,6 @@ def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
         lab: {name: asdict(kept) for name, kept in each.items()} for lab, each in verdicts.items()
     }
     return {"version": FORMAT_VERSION, "verdicts": plain}
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    folder = path.parent / LABKIT_FOLDER_NAME
-    if not private_files.is_own_folder(folder):
-        folder = path.parent
-    # The lock is a file of its own, because every write replaces the file of verdicts.
-    with private_files.lock_file(folder / f"{path.name}.lock"):
-        yield
 
 
 @dataclass(frozen=True)
@@ -206,17 +178,10 @@ class LabProgress:
         return self.pass_count_text + (f", these are open: {titles}" if titles else "")
 
     def _repr_html_(self) -> str:
-        items = "".join(
-            f"<li>{each.number} {escape(each.title)}</li>" for each in self.pending_exercises
-        )
+        titles = [f"{each.number} {escape(each.title)}" for each in self.pending_exercises]
         head = f"<p><b>{self.pass_count_text}</b>"
+        items = "".join(f"<li>{title}</li>" for title in titles)
         return f"{head}, these are open:</p><ul>{items}</ul>" if items else f"{head}</p>"
-
-    def table_line(self) -> str:
-        """Return a line of the table, with a mark for each exercise."""
-        states = [self.states.get(each.name, "") for each in self.lab.exercises]
-        marks = "".join(f"{MARKS.get(state, OPEN_MARK):>3}" for state in states)
-        return f"{self.lab.name:<26}{self.pass_count_text:<16}{marks}"
 
 
 def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
@@ -225,21 +190,14 @@ def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
 
 
 def so_far(lab: str) -> LabProgress:
-    """Return how far you are with a lab, by the verdicts of this session and of earlier ones.
-
-    Args:
-        lab: its short name, such as "fsdp".
-
-    Raises:
-        ParameterError: there is no such lab.
-    """
+    """Return how far you are with a lab, such as "fsdp", in this session and earlier ones."""
     path, known = progress_path(), lab_catalog.find_lab(lab)
     try:
         earlier = read_verdicts(path) if path else {}
     except LabError as error:
         warnings.warn(str(error), stacklevel=2)
         earlier = {}
-    before, now = lab_progress(known, earlier).states, lab_progress(known, _process_verdicts).states
+    before, now = (lab_progress(known, each).states for each in (earlier, _process_verdicts))
     # A pass in an earlier session counts even if the exercise is wrong now.
     passed = {name: state for name, state in before.items() if state == "passed"}
     return LabProgress(known, {**before, **now, **passed})
@@ -249,6 +207,10 @@ def progress_text(verdicts: Verdicts) -> str:
     """Return a table of labs × exercises for a terminal."""
     known = [lab for lab in lab_catalog.all_labs() if lab.exercises]
     numbers = range(1, max(len(lab.exercises) for lab in known) + 1)
-    head = f"{'lab':<26}{'exercises':<16}{''.join(f'{number:>3}' for number in numbers)}"
-    lines = [lab_progress(lab, verdicts).table_line() for lab in known]
-    return "\n".join([head, *lines, "", LEGEND])
+    lines = [f"{'lab':<26}{'exercises':<16}{''.join(f'{number:>3}' for number in numbers)}"]
+    for lab in known:
+        progress = lab_progress(lab, verdicts)
+        states = [progress.states.get(each.name, "") for each in lab.exercises]
+        marks = "".join(f"{MARKS.get(state, OPEN_MARK):>3}" for state in states)
+        lines.append(f"{lab.name:<26}{progress.pass_count_text:<16}{marks}")
+    return "\n".join([*lines, "", LEGEND])

@@ -1,3 +1,1 @@
-"""A run on disk: its folder, the records in it, the result that is read from it, and the history of
-all runs.
-"""
+"""A run on disk: its folder, its records, the result read from them, and the history of runs."""

@@ -40,15 +40,12 @@ from labkit.environment import ENV_PROCESS_RANKS, ENV_RUNS_FOLDER
 from labkit.errors import LabError, ParameterError, RecordError
 from labkit.runs import private_files
 
+# The checkout of labkit, or the folder that contains the installed packages.
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout of labkit, or the folder that contains the installed packages."""
+# Whether ROOT is a checkout, which has room for runs and copies.
 IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
-"""Whether that is a checkout, which has room for runs and copies; an installed labkit has them
-where one works.
-"""
+# The folder of labkit's own files among a learner's copies, by which these are known.
 LABKIT_FOLDER_NAME = ".labkit"
-"""The folder of labkit's own files among a learner's copies, by which these are known."""
-
 JSON_FIX = "labkit writes this file as an object: mend it by hand, or run again"
 MIN_FREE_DISK_BYTES = 64 * 1024
 
@@ -74,21 +71,17 @@ class RunFolder:
             file.write(content)
         self.payload_sha256 = sha256(content).hexdigest()
 
-    def exit_json(self, node: int = 0) -> Path:
-        """Path of the exit statuses of one host's ranks."""
-        return self.path / (f"exit_{node}.json" if node else "exit.json")
+    def _host_file(self, node: int = 0, *, stem: str, ending: str = "") -> Path:
+        return self.path / (f"{stem}_{node}{ending}" if node else f"{stem}{ending}")
 
-    def host_torchrun_log(self, node: int) -> Path:
-        """Path of one host's torchrun log."""
-        return self.path / (f"torchrun_{node}.log" if node else "torchrun.log")
+    # How the ranks of a host ended, torchrun's messages there, and its own files during the run.
+    exit_json = partialmethod(_host_file, stem="exit", ending=".json")
+    host_torchrun_log = partialmethod(_host_file, stem="torchrun", ending=".log")
+    torchrun_folder = partialmethod(_host_file, stem="torchrun")
 
     def host_log(self, node: int) -> Path:
         """Path of the messages of ssh and of one host's agent."""
         return self.path / f"host_{node}.log"
-
-    def torchrun_folder(self, node: int = 0) -> Path:
-        """Folder of torchrun's own files for one host; it exists only during the run."""
-        return self.path / (f"torchrun_{node}" if node else "torchrun")
 
     def remove_torchrun_files(self, node: int = 0) -> None:
         """Remove the files that only torchrun needed."""
@@ -112,15 +105,10 @@ class RunFolder:
     trace = partialmethod(_rank_file, ending="trace.json.gz")
 
     def artifact(self, rank: int, name: str) -> Path:
-        """Return the path of a text that a rank's program stores with its run.
-
-        Raises:
-            ParameterError: the name cannot be part of a file name on every system.
-        """
+        """Return the path of a rank's text; raise ParameterError if no file can have its name."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-            raise ParameterError(
-                f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100"
-            )
+            rule = "use letters, digits, - and _, at most 100"
+            raise ParameterError(f"cannot keep a text as {name!r}: {rule}")
         return self._rank_file(rank, f"{name}.txt")
 
     def artifact_names(self, rank: int) -> list[str]:
@@ -135,6 +123,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds the old file or the new one, never a part."""
+    # With the process id in its name, two writers do not share a file.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with private_files.open_file(unfinished, "w", encoding="utf-8") as file:
@@ -147,11 +136,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if there is no such file.
-
-    Raises:
-        RecordError: the file cannot be read, or holds no object.
-    """
+    """Return the object in a JSON file, {} if it does not exist; raise RecordError otherwise."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -171,9 +156,8 @@ def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, t
         if name not in content:
             raise RecordError(f"{path}: holds no {name!r}. {JSON_FIX}")
         if not isinstance(content[name], wanted):
-            raise RecordError(
-                f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {JSON_FIX}"
-            )
+            what = f"{name} = {content[name]!r} is not {wanted.__name__}"
+            raise RecordError(f"{path}: {what}. {JSON_FIX}")
 
 
 def rank_of_process(index: int) -> int:
@@ -183,47 +167,33 @@ def rank_of_process(index: int) -> int:
 
 
 def runs_folder() -> Path:
-    """Return $LABKIT_RUNS, else runs/ in the workspace folder.
-
-    Raises:
-        LabError: LABKIT_RUNS begins with the home folder of an unknown user.
-    """
+    """Return $LABKIT_RUNS, else runs/ in the workspace folder."""
     chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
+    # Python leaves the ~ of an unknown user as it is.
     if chosen.startswith("~"):
-        raise LabError(
-            f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs"
-            " or /tmp/runs"
-        )
-    if chosen:
-        return Path(chosen).resolve()
-    return workspace_folder() / "runs"
+        fix = "set it to a folder, such as ~/runs or /tmp/runs"
+        raise LabError(f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; {fix}")
+    return Path(chosen).resolve() if chosen else workspace_folder() / "runs"
 
 
 def workspace_folder() -> Path:
-    """Return the folder that holds runs/ and my/.
-
-    That is the checkout. For an installed labkit it is the folder of the learner's copies around
-    the current folder, or else the current folder.
+    """Return the folder that holds runs/ and my/: the checkout, or for an installed labkit that of
+    the learner's copies around the current folder, or else the current folder.
     """
     if IN_CHECKOUT:
         return ROOT
     here = Path.cwd()
-    return next(
-        (
-            folder.parent
-            for folder in (here, *here.parents)
-            if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)
-        ),
-        here,
-    )
+    for folder in (here, *here.parents):
+        if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME):
+            return folder.parent
+    return here
 
 
 def disk_problem(path: Path) -> str:
     """Say that the disk of this folder is full and what to do, or return ""."""
-    with contextlib.suppress(OSError):  # the folder is gone
+    # The folder may be gone.
+    with contextlib.suppress(OSError):
         if shutil.disk_usage(path).free < MIN_FREE_DISK_BYTES:
-            return (
-                f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to"
-                " another disk"
-            )
+            fix = "delete old runs or other files, or set LABKIT_RUNS to another disk"
+            return f"the disk of {path} is full: {fix}"
     return ""

@@ -12,11 +12,11 @@ counts as broken off once no process of this machine belongs to it and its time 
 ago, since another machine may share the folder.
 """
 
-import json
 import os
 import re
 import shlex
 import shutil
+import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,24 +36,19 @@ from labkit.runs.verdict import FINISHED_EXITS
 if TYPE_CHECKING:
     import pandas
 
+# The name that a run's folder has from labkit.
 RUN_NAME_PATTERN = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
-"""The name that a run's folder has from labkit."""
 RUNNING = "running"
 FINAL_EXITS = (*FINISHED_EXITS, "failed", "timed out", "interrupted", "cancelled")
 ABANDON_GRACE_S = 3600.0
 DAY_S = 86400.0
 SETTING_NAMES = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")
+MAX_COLUMN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A recorded run.
-
-    Attributes:
-        folder: path of the run.
-        info: content of run.json; {} if that is damaged.
-        problem: what is wrong with run.json, or "".
-    """
+    """A recorded run; ``info`` is its run.json, or {} if that has a ``problem``."""
 
     folder: Path
     info: dict[str, Any]
@@ -66,35 +61,23 @@ class HistoryEntry:
             return datetime.fromisoformat(self.info["start"]).timestamp()
         return 0.0
 
-    @property
-    def is_past_limit(self) -> bool:
-        """Whether the run's time limit has passed, on whichever machine it started."""
-        limit_s = self.info.get("timeout_s")
-        limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
-        return datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
-
     def state(self, in_use: set[str]) -> str:
-        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged".
-
-        Args:
-            in_use: result of ``folders_in_use``.
+        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"; for
+        ``in_use`` see ``folders_in_use``.
         """
-        said = "damaged" if self.problem else str(self.info["exit"])
         if str(self.folder) in in_use:
             return RUNNING
-        return "broken off" if said == RUNNING and self.is_past_limit else said
+        if self.problem:
+            return "damaged"
+        limit_s = self.info.get("timeout_s")
+        limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
+        is_past_limit = datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
+        end = str(self.info["exit"])
+        return "broken off" if end == RUNNING and is_past_limit else end
 
 
 def find_runs(*, program: str | None = None, limit: int | None = None) -> list[HistoryEntry]:
-    """Return the recorded runs, newest first.
-
-    Args:
-        program: only runs of this program.
-        limit: at most this many.
-
-    Raises:
-        LabError: the runs folder cannot be read.
-    """
+    """Return the recorded runs, newest first: those of one program, at most ``limit``."""
     place = runs_folder()
     try:
         with os.scandir(place) as found:
@@ -103,41 +86,29 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
         # Nothing was recorded yet.
         return []
     except OSError as error:
-        raise LabError(
-            f"cannot list {place} ({error.strerror}): set LABKIT_RUNS to the folder of your runs"
-        ) from error
+        fix = "set LABKIT_RUNS to the folder of your runs"
+        raise LabError(f"cannot list {place} ({error.strerror}): {fix}") from error
     entries = [entry for entry in map(_read_entry, paths) if entry]
     if program is not None:
         entries = [entry for entry in entries if entry.info.get("program") == program]
-    return sorted(entries, key=lambda entry: (entry.start_time_s, entry.folder.name), reverse=True)[
-        :limit
-    ]
+    entries.sort(key=lambda entry: (entry.start_time_s, entry.folder.name), reverse=True)
+    return entries[:limit]
 
 
-def _read_entry(path: str) -> HistoryEntry | None:
+def _read_entry(folder: str | Path) -> HistoryEntry | None:
     """Read the entry of a folder; None if it has no run.json of its own."""
-    file, folder = os.path.join(path, "run.json"), Path(path)
+    file = Path(folder, "run.json")
     try:
-        with open(file, "rb", opener=_open_no_link) as opened:
-            info = json.loads(opened.read())
-        if RUN_JSON_TYPES.keys() <= info.keys():
-            return HistoryEntry(folder, info)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, RecursionError, AttributeError):  # told below
-        pass
-    if os.path.islink(file) or not os.path.isfile(file):
-        return None
-    try:
-        require_fields(Path(file), read_json(Path(file)), RUN_JSON_TYPES)
+        # A link is not followed, and the writer of a pipe not waited for.
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return None
+        info = read_json(file)
+        require_fields(file, info, RUN_JSON_TYPES)
     except RecordError as error:
-        return HistoryEntry(folder, {}, str(error))
-    return None
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    # Neither follow a link nor wait for the writer of a pipe.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return HistoryEntry(file.parent, {}, str(error))
+    except OSError:
+        return None
+    return HistoryEntry(file.parent, info)
 
 
 def folders_in_use() -> set[str]:
@@ -150,33 +121,25 @@ def folders_in_use() -> set[str]:
 
 
 def find_run_folder(name: str) -> Path:
-    """Find the folder of a run.
-
-    Args:
-        name: folder name, a unique ending of it, or a path.
-
-    Raises:
-        LabError: there is no such run, or several.
-    """
+    """Find a run by its folder's name, a unique ending of it, or a path."""
     place = runs_folder()
-    if (place / name / "run.json").is_file():
-        return place / name
-    if (Path(name) / "run.json").is_file():
-        return Path(name)
+    for folder in (place / name, Path(name)):
+        if (folder / "run.json").is_file():
+            return folder
     fitting = [entry.folder for entry in find_runs() if name and entry.folder.name.endswith(name)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise RunFileNotFound(
-            f"{len(fitting)} runs in {place} end with {name!r}: give more of the name"
-        )
-    raise RunFileNotFound(
-        f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them"
-    )
+        problem = f"{len(fitting)} runs in {place} end with {name!r}: give more of the name"
+    else:
+        fix = "`python -m labkit runs` lists them"
+        problem = f"no run in {place} is called {name!r}, nor ends so: {fix}"
+    raise RunFileNotFound(problem)
 
 
 def format_table(entries: Sequence[HistoryEntry]) -> str:
     """Format runs as a table: start, program, ranks, end, duration, given parameters, folder."""
+    # Asking every process takes long, and tells nothing new of runs that have ended.
     unsure = any(entry.info.get("exit") not in FINAL_EXITS for entry in entries)
     in_use = folders_in_use() if unsure else set()
     rows = [_table_row(entry, in_use) for entry in entries]
@@ -186,11 +149,9 @@ def format_table(entries: Sequence[HistoryEntry]) -> str:
 
 
 def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
-    started = (
-        datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds")
-        if entry.start_time_s
-        else "?"
-    )
+    started = "?"
+    if entry.start_time_s:
+        started = datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds")
     ranks, duration = (entry.info.get(name, "?") for name in ("nproc", "duration_s"))
     # Older runs store them as "arguments".
     given = entry.info.get("given_params", entry.info.get("arguments"))
@@ -203,73 +164,65 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
         entry.state(in_use),
         f"{duration:.1f} s" if isinstance(duration, int | float) else "",
         shlex.join(map(str, given)) if isinstance(given, list) else "",
-        entry.folder.name,
     ]
-    *others, name = [
-        "".join(each if each.isprintable() else "?" for each in text) for text in texts
-    ]
-    return [*(text if len(text) <= 40 else f"{text[:39]}…" for text in others), name]
+    # A terminal would obey control characters.
+    *columns, name = [_printable(text) for text in (*texts, entry.folder.name)]
+    limit = MAX_COLUMN_CHARACTERS
+    return [*(text if len(text) <= limit else f"{text[: limit - 1]}…" for text in columns), name]
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
-    """Compare runs, one column each: arguments that differ, then every measured value.
-
-    Raises:
-        ParameterError: there is nothing to compare.
-    """
+    """Compare runs, one column each: arguments that differ, then every measured value."""
     import pandas
 
     results = list(results)
     names = [result.folder.name for result in results]
     if len(set(names)) < max(2, len(names)):
-        raise ParameterError(
-            f"compare needs two runs or more, each once: {', '.join(names) or 'none'} given"
-        )
-    asked = [
+        given = ", ".join(names) or "none"
+        raise ParameterError(f"compare needs two runs or more, each once: {given} given")
+    settings = [
         {name: result.info.get(name) for name in SETTING_NAMES} | result.params
         for result in results
     ]
-    wanted = dict.fromkeys(name for each in asked for name in each)
-    rows = [(name, [each.get(name, "") for each in asked]) for name in wanted]
-    rows = [(name, row) for name, row in rows if any(value != row[0] for value in row)]
-    values = [{name: result.value(name) for name in result.summary()} for result in results]
-    measured = dict.fromkeys(name for each in values for name in each)
-    rows += [(name, [each.get(name, "") for each in values]) for name in measured]
-    return pandas.DataFrame(
-        [row for _, row in rows], [name for name, _ in rows], names, dtype=object
-    )
+    values = [
+        {name: result.value(name) for name in result.summary() if name != "host"}
+        for result in results
+    ]
+    rows = [row for row in _align_by_name(settings) if any(each != row[1] for each in row[2:])]
+    rows += _align_by_name(values)
+    index = [name for name, *_ in rows]
+    return pandas.DataFrame([row[1:] for row in rows], index, names, dtype=object)
+
+
+def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return a row for each name: the name, and what each column has, "" for nothing."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, "") for column in columns)] for name in names]
 
 
 def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
 ) -> list[HistoryEntry]:
-    """Return the runs that may be removed, newest first. With both limits, a run must exceed both.
-
-    Args:
-        keep: number of newest runs to keep.
-        older_than_days: minimum age.
-        program: only runs of this program; ``keep`` counts these alone.
-
-    Raises:
-        ParameterError: no limit is given, or one is negative.
+    """Return the runs that may be removed, newest first: all but the newest ``keep``, of a minimum
+    age, of one program. With both limits, a run must exceed both; with neither, ParameterError.
     """
     if keep is None and older_than_days is None:
-        raise ParameterError(
-            "prune removes nothing without a limit: say how many to keep, or from which age to"
-            " remove"
-        )
+        rule = "say how many to keep, or from which age to remove"
+        raise ParameterError(f"prune removes nothing without a limit: {rule}")
+    # NaN fails the second comparison.
     if (keep or 0) < 0 or not (older_than_days or 0) >= 0:
-        raise ParameterError(
-            f"keep = {keep} and older_than = {older_than_days}: neither may be negative"
-        )
+        limits = f"keep = {keep} and older_than = {older_than_days}"
+        raise ParameterError(f"{limits}: neither may be negative")
     begun_before = datetime.now().timestamp() - DAY_S * (older_than_days or 0)
-    old = [
-        entry
-        for entry in find_runs(program=program)[keep or 0 :]
-        if entry.start_time_s < begun_before
-    ]
+    runs = find_runs(program=program)[keep or 0 :]
     in_use = folders_in_use()
-    return [entry for entry in old if not _reason_to_stay(entry, in_use)]
+    return [
+        run for run in runs if run.start_time_s < begun_before and not _reason_to_stay(run, in_use)
+    ]
 
 
 def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
@@ -283,14 +236,10 @@ def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
 
 
 def prune(entries: Iterable[HistoryEntry]) -> list[str]:
-    """Remove these runs; each is checked again first.
-
-    Returns:
-        The runs that were kept, and why.
-    """
+    """Remove these runs, each checked again first; return those that were kept, and why."""
     left, in_use = [], folders_in_use()
     for entry in entries:
-        now = _read_entry(str(entry.folder))
+        now = _read_entry(entry.folder)
         reason = _reason_to_stay(now, in_use) if now else "it is gone, or no run any more"
         try:
             if not reason:
@@ -303,23 +252,16 @@ def prune(entries: Iterable[HistoryEntry]) -> list[str]:
 
 
 def _remove_run_folder(folder: Path) -> None:
-    with os.scandir(folder) as found:
-        others = [each for each in found if each.name != "run.json"]
-    for each in others:
-        if each.is_dir(follow_symlinks=False):
-            shutil.rmtree(each.path)
+    # run.json goes last, so that an interrupted removal leaves a run that can be removed.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "run.json"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            os.unlink(each.path)
-    (folder / "run.json").unlink()
+            path.unlink()
     folder.rmdir()
 
 
 def total_bytes(entries: Iterable[HistoryEntry]) -> int:
     """Return the size of all files of these runs, in bytes."""
-    sizes = 0
-    for entry in entries:
-        for folder, _, names in os.walk(entry.folder):
-            for name in names:
-                with suppress(OSError):
-                    sizes += os.lstat(os.path.join(folder, name)).st_size
-    return sizes
+    paths = (path for entry in entries for path in entry.folder.rglob("*"))
+    return sum(path.lstat().st_size for path in paths if path.is_file())

@@ -1,7 +1,6 @@
-"""Files and folders that only their owner can open, on shared machines too.
+"""Create files and folders that only their owner can open, on shared machines too.
 
-Permissions are set when a file or folder is created, so that it is never open to others; a umask
-can only restrict them further. Nothing here follows a link.
+Permissions are set at creation, so that nothing is ever open to others; no link is followed.
 """
 
 import contextlib
@@ -22,9 +21,7 @@ LOCK_POLL_PERIOD_S = 0.002
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file like ``open``. A new file has its folder's permissions, whatever the umask, so it
-    is private in a private folder.
-    """
+    """Open a file like ``open``; a new file gets its folder's permissions, whatever the umask."""
     return open(path, mode, opener=_open_with_folder_mode, **options)
 
 
@@ -48,9 +45,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def make_own_folder(path: Path) -> None:
-    """Create a private folder. Raises PermissionError if something else is there, such as another
-    user's folder.
-    """
+    """Create a private folder; raise PermissionError if another user's, or a file, is there."""
     with contextlib.suppress(FileExistsError):
         make_private_folder(path)
     if not is_own_folder(path):
@@ -58,22 +53,14 @@ def make_own_folder(path: Path) -> None:
 
 
 def per_user_folder(name: str, *places: str) -> Path:
-    """Return a private folder that all processes of this user on this machine share, created if
-    necessary.
-
-    It is in the first usable place: those given, the folder for temporary files, where another user
-    may have created one of this name before, or the home folder, which this machine may share with
-    others.
-
-    Raises:
-        PermissionError: there is none; the message says why, for each place.
+    """Return a private folder for all processes of this user on this machine, in the first usable
+    of these places, the folder for temporary files, and home; else PermissionError, with reasons.
     """
+    # The home folder comes last, since other machines may share it, and so has this one's name.
     home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
+    shared = [*places, os.path.realpath(tempfile.gettempdir())]
     problems = []
-    for folder in (
-        *(Path(place, name) for place in (*places, os.path.realpath(tempfile.gettempdir()))),
-        home,
-    ):
+    for folder in [*(Path(place, name) for place in shared), home]:
         try:
             if folder.is_absolute() and _is_safe_parent(folder.parent):
                 make_own_folder(folder)
@@ -84,26 +71,20 @@ def per_user_folder(name: str, *places: str) -> Path:
 
 
 def _is_safe_parent(place: Path) -> bool:
-    """Tell whether only this user and root can remove or rename what this user creates in this
-    folder.
-    """
+    """Tell whether only this user and root can remove or rename what this user creates here."""
     found = place.lstat()
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
-    return ours and bool(
-        found.st_mode & stat.S_ISVTX or not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+        return False
+    return bool(found.st_mode & stat.S_ISVTX or not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Let one process in at a time.
-
-    Raises:
-        TimeoutError: another process has held the lock for ten seconds.
-    """
-    # what another user may have put in its place is neither followed nor waited for
+    """Let one process in at a time; raise TimeoutError if another stays in for ten seconds."""
+    # What another user may have put in its place is neither followed nor waited for.
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
+        # flock has no time limit of its own.
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         while not _try_lock(number):
             if time.monotonic() > give_up:

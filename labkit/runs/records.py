@@ -1,7 +1,7 @@
 """Records: one measurement is one line of JSON.
 
 A rank appends to ``rank_00003.jsonl`` in the folder of its run; the notebook reads all files of the
-folder into one table. Nothing else crosses from the ranks to the notebook as a number.
+folder into one table. Numbers reach the notebook in no other way.
 
     {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 12, "dur_us": 7}
 
@@ -14,12 +14,10 @@ folder into one table. Nothing else crosses from the ranks to the notebook as a 
 | memory | use            | bytes                                 | amount of memory             |
 | comm   | collective     | axis, group_size, hosts, count, bytes | calls per step, bytes passed |
 
-Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a
-collective ran, and "" where the record is the total. ``group_size`` is the number of ranks that
-took part, ``hosts`` on how many hosts they are. Runs from before ``group_size`` was written lack
-it: nobody can say what their collectives put on the wire; those that lack ``hosts`` had one.
-Version 1 had neither bars nor buckets nor axes: they stood in the names of other kinds,
-and are turned into fields as they are read.
+Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis of a collective, and
+"" where the record is the total. ``group_size`` ranks on ``hosts`` hosts took part. Older runs lack
+``group_size``, so the bytes of their collectives on the wire are unknown, or ``hosts``: these had
+one. In version 1 bars, buckets and axes were part of the names of other kinds.
 """
 
 import errno
@@ -32,8 +30,8 @@ from typing import IO, Any
 from labkit.errors import RecordError
 from labkit.runs import private_files
 
+# The version of records and run.json that is written.
 FORMAT_VERSION = 2
-"""Of what a run leaves, records and run.json: the one that is written."""
 READABLE_VERSIONS = (1, 2)
 FIELDS_BY_KIND: dict[str, dict[str, type]] = {
     "span": {"start_us": float, "dur_us": float},
@@ -49,8 +47,8 @@ RECORD_FIX = (
     "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the"
     " line, or run again"
 )
+# The scalar in which a rank says how many steps it will time, for the display of progress.
 PLANNED_STEPS = "planned_steps"
-"""The scalar in which a rank says how many steps it will time, for whoever shows progress."""
 # The largest number that an integer column of a table holds.
 MAX_INT64 = 2**63 - 1
 
@@ -61,37 +59,25 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 class RecordWriter:
-    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in
-    ``lines``.
+    """Append one rank's records to its file, or without a folder only to ``lines``.
 
-    Raises:
-        RecordError: another process is writing there. Sums over two runs in one folder would be
-            right for neither.
+    Raises RecordError if another process writes there: sums over two runs would be wrong for both.
     """
 
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file: IO[str] | None = (
-            private_files.open_file(record_path(folder, rank), "a", buffering=1) if folder else None
-        )
-        if self._file:
+        self._file: IO[str] | None = None
+        if folder:
+            # Line by line, so that a rank that is killed loses no whole record.
+            self._file = private_files.open_file(record_path(folder, rank), "a", buffering=1)
             _lock_record_file(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
-        """Write one record. Raises RecordError for a field that its kind does not have, or a value
-        of the wrong type.
-        """
-        line = {
-            "v": FORMAT_VERSION,
-            "rank": self.rank,
-            "step": step,
-            "kind": kind,
-            "name": name,
-            **fields,
-        }
-        problem = record_problem(line)
-        if problem:
+        """Write one record; raise RecordError unless it has the fields and types of its kind."""
+        common = {"v": FORMAT_VERSION, "rank": self.rank, "step": step, "kind": kind, "name": name}
+        line = common | fields
+        if problem := record_problem(line):
             raise RecordError(f"record {line}: {problem}")
         self.lines.append(line)
         if self._file:
@@ -107,21 +93,15 @@ def _lock_record_file(file: IO[str]) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # This disk has no locks.
-        if error.errno in (
-            errno.EAGAIN,
-            errno.EACCES,
-        ):
+        # Any other error means that this disk has no locks.
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            what = f"{file.name}: another process is writing records here"
             fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
-            raise RecordError(
-                f"{file.name}: another process is writing records here: {fix}"
-            ) from None
+            raise RecordError(f"{what}: {fix}") from None
 
 
 def collective_label(axis: str, name: str) -> str:
-    """Return a collective's name among the values of a run: ``tp/all_reduce`` along an axis,
-    ``all_reduce`` in total.
-    """
+    """Return a collective's name among a run's values: ``tp/all_reduce``, or without an axis."""
     return f"{axis}/{name}" if axis else name
 
 
@@ -148,12 +128,10 @@ def record_problem(line: Any) -> str:
 
 
 def upgrade_from_version_1(line: Any) -> Any:
-    """Convert a decoded line to version 2. What cannot be converted stays as it is, for
-    ``record_problem``.
+    """Convert a decoded line to version 2, and leave what does not fit to ``record_problem``.
 
-    Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar,
-    a comm record ``bucket/0/fc4.weight`` the content of a bucket, ``tp/all_reduce`` the part of a
-    collective along one axis.
+    Names became fields: of the span ``compute/forward/layers.0`` a bar, of the comm record
+    ``bucket/0/fc4.weight`` a bucket, of ``tp/all_reduce`` a collective along an axis.
     """
     if not isinstance(line, dict) or line.get("v") != 1:
         return line
@@ -171,21 +149,15 @@ def upgrade_from_version_1(line: Any) -> Any:
 
 @dataclass
 class Records:
-    """All records of a run, and the files whose last line is cut off (a rank was killed while it
-    wrote).
-    """
+    """All records of a run, and the files whose last line is cut off, because a rank was killed."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     incomplete_files: list[Path] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> Records:
-    """Read and check the records of every rank in a run's folder, by rank, in the order they were
-    written.
-
-    Raises:
-        RecordError: a malformed line that is not the unfinished last one; the message starts with
-            file:line.
+    """Read the records of a run's ranks in the order they were written; raise RecordError with
+    file:line for a malformed line that is not the unfinished last one.
     """
     records = Records()
     for path in sorted(folder.glob("rank_*.jsonl")):
@@ -195,10 +167,8 @@ def read_records(folder: Path) -> Records:
             raise RecordError(f"{path}: cannot be read ({error.strerror}). {RECORD_FIX}") from None
         if rest:
             records.incomplete_files.append(path)
-        records.lines += [
-            _parse_record(content, f"{path}:{number}")
-            for number, content in enumerate(whole, start=1)
-        ]
+        for number, content in enumerate(whole, start=1):
+            records.lines.append(_parse_record(content, f"{path}:{number}"))
     return records
 
 

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 FIELD_TYPES = {
     name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()
 }
-INT_FIELDS = [name for name, wanted in FIELD_TYPES.items() if wanted is int]
-COLUMNS = ["rank", "step", "kind", "name", *FIELD_TYPES]
-RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
-"""What run.json has to hold, whoever wrote it."""
 MAX_RANKS = 1_000_000
+# Fields that every run.json has.
+RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
+# Fields of run.json besides, where ranks were simulated.
 SIMULATION_TYPES = {"ranks": list, "ranks_per_host": int}
-"""What it has to hold besides where ranks were simulated."""
-VERDICT_TYPES = {"ok": bool, "compared": object}
-"""What a verdict has to hold, where there was one."""
-SESSION_TYPES = {"device": str, "device_name": str, "cores": int, "torch": str}
-"""What a session has to hold, where there was one."""
+# Fields of the objects in run.json, which need not be there.
+PART_TYPES: dict[str, dict[str, type]] = {
+    "hardware": {"name": str},
+    "verdict": {"ok": bool, "compared": object},
+    "session": {"device": str, "device_name": str, "cores": int, "torch": str},
+}
 
 
 class UnknownValue(LabError, KeyError):
@@ -54,8 +54,7 @@ class RankOutput:
 
     def log(self) -> str:
         """Everything this rank printed; "" if it never started."""
-        path = self.folder.log(self.rank)
-        return path.read_text(errors="replace") if path.exists() else ""
+        return _read_if_there(self.folder.log(self.rank))
 
     @cached_property
     def reported(self) -> dict[str, Any]:
@@ -67,17 +66,11 @@ class RankOutput:
         return content
 
     def artifact(self, name: str) -> str:
-        """Return the text that this rank's program saved under this name, with
-        ``here.save_artifact``.
-
-        Raises:
-            RunFileNotFound: there is none; the message lists those there are. It is a
-                FileNotFoundError.
-        """
+        """Return the text that this rank's program saved with ``here.save_artifact``."""
         path = self.folder.artifact(self.rank, name)
         if not path.exists():
             names = ", ".join(self.folder.artifact_names(self.rank)) or "nothing"
-            fix = "take one of these, or run a program that calls here.keep with this name"
+            fix = "take one of these, or run a program that calls here.save_artifact with this name"
             raise RunFileNotFound(
                 f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}"
             )
@@ -90,11 +83,9 @@ class RunResult:
 
     Attributes:
         folder: the run's folder.
-        info: the content of run.json: program, params, versions, git revision, device, start,
-            duration, exit.
+        info: the content of run.json: program, params, versions, device, start, duration, exit, ….
         lines: the records, in the order in which they were written.
-        incomplete_files: record files whose last line was cut off, because a rank was killed while
-            it wrote.
+        incomplete_files: record files whose last line is cut off, because a rank was killed.
     """
 
     folder: Path
@@ -109,29 +100,20 @@ class RunResult:
 
     @property
     def verdict(self) -> dict[str, Any]:
-        """The result of the program's check, as rank 0 printed it: ok, compared, and more; {} if
-        there was none.
-        """
+        """The result of the program's check: ok, compared, and more; {} if there was none."""
         return dict(self.info.get("verdict", {}))
 
     @property
     def verdict_text(self) -> str:
-        """What the check compared, and whether it agrees, in words; "" if there was none.
-
-        Errors are given by order of magnitude, so that the text is the same on every machine.
-        """
+        """What the check compared, and whether it agrees, in words; "" if there was none."""
         return describe_verdict(self.verdict)
 
     @cached_property
     def losses(self) -> pandas.Series:
-        """The loss of every timed step, by step: the mean over ranks.
-
-        A step that some rank did not record is left out.
-        """
-        rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby(
-            "step"
-        )["value"]
-        return rows.mean()[rows.size() == rows.size().max()]
+        """The mean loss over ranks by timed step, without steps that some rank did not record."""
+        rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
+        by_step = rows.groupby("step")["value"]
+        return by_step.mean()[by_step.size() == by_step.size().max()]
 
     @property
     def world_size(self) -> int:
@@ -140,9 +122,7 @@ class RunResult:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its ranks were simulated: it has sizes and counts of some ranks, no values, and
-        estimated times.
-        """
+        """Whether ranks were simulated: sizes and counts of some, no values, estimated times."""
         return bool(self.info.get("simulated", False))
 
     @property
@@ -157,16 +137,12 @@ class RunResult:
 
     @property
     def session(self) -> dict[str, Any]:
-        """What the ranks ran on, as rank 0 reported: device, device_name, backend, cores, threads,
-        torch, note.
-        """
+        """What the ranks ran on: device, device_name, backend, cores, threads, torch, note."""
         return dict(self.info["session"])
 
     @property
     def device(self) -> str:
-        """The kind of device used: "cpu", "cuda" or "simulated"; "unknown" for a program that
-        opened no session.
-        """
+        """The kind of device: "cpu", "cuda" or "simulated"; "unknown" if no session was opened."""
         return str(self.session.get("device", "unknown"))
 
     @property
@@ -176,15 +152,12 @@ class RunResult:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host, by rank; () if all were on one. "" for a rank that never
-        started.
-        """
+        """The name of each rank's host, "" if it never started; () if all were on one host."""
+        ranks = range(self.world_size)
         if self.is_simulated:
-            on_each = int(self.info["ranks_per_host"])
-            names = tuple(f"host {rank // on_each}" for rank in range(self.world_size))
-            return names if self.world_size > on_each else ()
-        paths = [RunFolder(self.folder).host(rank) for rank in range(self.world_size)]
-        names = tuple(path.read_text(errors="replace") if path.exists() else "" for path in paths)
+            names = tuple(f"host {rank // self.info['ranks_per_host']}" for rank in ranks)
+        else:
+            names = tuple(_read_if_there(RunFolder(self.folder).host(rank)) for rank in ranks)
         return names if len({*names} - {""}) > 1 else ()
 
     @cached_property
@@ -192,10 +165,11 @@ class RunResult:
         """All records, one row each; columns that a kind does not have are empty."""
         import pandas
 
-        frame = pandas.DataFrame(self.lines, columns=COLUMNS)
+        frame = pandas.DataFrame(self.lines, columns=["rank", "step", "kind", "name", *FIELD_TYPES])
         # One column at a time: beside empty cells, 64-bit integers would first become floats.
-        for name in INT_FIELDS:
-            frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
+        for name, wanted in FIELD_TYPES.items():
+            if wanted is int:
+                frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 
     @property
@@ -204,20 +178,16 @@ class RunResult:
         return stamp_text([self])
 
     def value(self, name: str) -> float:
-        """Return one number of the run.
+        """Return one number of the run, or raise UnknownValue with the names that there are.
 
         Args:
             name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over
                 the timed steps, of the slowest rank); ``<memory>_bytes`` (the largest of all ranks
-                and steps); ``<collective>_count``; ``<collective>_bytes``, those that a rank passed
-                to its calls; or ``<collective>_wire_bytes``, those that leave a rank in a ring,
-                computed from the former as in ``theory.collectives.wire_bytes`` (each in one step,
-                the largest of all ranks). A run on several hosts also has
-                ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the
-                calls in which ranks of more than one host took part.
-
-        Raises:
-            UnknownValue: the run recorded no such value; the message lists what there is.
+                and steps); ``<collective>_count``; ``<collective>_bytes``, passed to its calls; or
+                ``<collective>_wire_bytes``, which leave a rank in a ring, computed from the former
+                as in ``theory.collectives.wire_bytes`` (each in one step, the largest of all
+                ranks). A run on several hosts also has ``<collective>_between_hosts_count`` and
+                ``<collective>_between_hosts_bytes``, of calls across hosts.
         """
         values = self._value_by_name
         if name not in values:
@@ -226,39 +196,44 @@ class RunResult:
         return values[name]
 
     def summary(self) -> pandas.DataFrame:
-        """Return one row for each rank: its host if there are several, and the names that ``value``
-        takes, for this rank alone.
-        """
+        """Return a row for each rank: its host if there are several, and its values by name."""
         import pandas
 
-        rows: dict[int, dict[str, Any]] = {}
-        for rank in self.active_ranks:
-            host = {"host": self.hosts[rank]} if self.hosts else {}
-            rows[rank] = host | _rank_values(
-                self.frame[self.frame["rank"] == rank], bool(self.hosts)
-            )
+        rows = {
+            rank: ({"host": self.hosts[rank]} if self.hosts else {})
+            | self._rank_values.get(rank, {})
+            for rank in self.active_ranks
+        }
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
+    # Both are cached, because an explorer reads many values while a control is moved.
+    @cached_property
+    def _rank_values(self) -> dict[int, dict[str, Any]]:
+        by_rank = self.frame.groupby("rank")
+        return {int(rank): _values_by_name(rows, bool(self.hosts)) for rank, rows in by_rank}
+
     @cached_property
     def _value_by_name(self) -> dict[str, float]:
-        """All values by name, cached: an explorer reads many while a control is moved."""
-        by_rank = [_rank_values(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
-        combined = {}
-        for name in {name for values in by_rank for name in values}:
-            found = [values[name] for values in by_rank if name in values]
-            combined[name] = sum(found) / len(found) if name in scalars else max(found)
-        return combined
+        found: dict[str, list[float]] = {}
+        for values in self._rank_values.values():
+            for name, value in values.items():
+                found.setdefault(name, []).append(value)
+        return {
+            name: sum(values) / len(values) if name in scalars else max(values)
+            for name, values in found.items()
+        }
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [*self._headlines(), self.summary().round(3).to_string(), *self._warnings()]
-        )
+        table = self.summary().round(3).to_string()
+        return "\n".join([*self._headlines(), table, *self._warnings()])
 
     def _repr_html_(self) -> str:
-        warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self._warnings())
-        headlines = "".join(f"<p>{escape(line)}</p>" for line in self._headlines())
+        headlines, warnings = (
+            "".join(f"<p>{escape(line)}</p>" for line in lines)
+            for lines in (self._headlines(), self._warnings())
+        )
         return f"{headlines}{self.summary().round(3).to_html()}{warnings}"
 
     def _headlines(self) -> list[str]:
@@ -271,55 +246,55 @@ class RunResult:
         return [f"{path.name}: {cut}" for path in self.incomplete_files]
 
 
+def _read_if_there(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def stamp_text(results: Iterable[RunResult]) -> str:
-    """Return the origin of several runs' numbers: a line for each machine and torch, with all
-    numbers of ranks.
-    """
-    ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
+    """Return the origin of several runs' numbers: a line for each machine and torch."""
+    ranks: dict[tuple[str, int, int, str, str], set[int]] = {}
     for result in results:
         session = result.session
         device = str(session.get("device_name") or result.device)
         if result.info.get("hardware"):
             device += f" · reckoned for {result.info['hardware']['name']}"
-        cores = str(session["cores"]) if result.device == "cpu" and "cores" in session else ""
+        cores = int(session.get("cores", 0)) if result.device == "cpu" else 0
         version = f"torch {session['torch']}" if "torch" in session else ""
-        origin = device, cores, version, str(session.get("note") or ""), len({*result.hosts} - {""})
+        origin = device, len({*result.hosts} - {""}), cores, version, str(session.get("note") or "")
         ranks.setdefault(origin, set()).add(result.world_size)
     return "\n".join(_stamp_line(*origin, sorted(counts)) for origin, counts in ranks.items())
 
 
 def _stamp_line(
-    device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]
+    device: str, hosts: int, cores: int, version: str, note: str, ranks: list[int]
 ) -> str:
     *others, last = map(str, ranks)
     counted = f"{', '.join(others)} and {last} ranks" if others else _count_text(ranks[0], "rank")
-    crowded = [count for count in ranks if cores and count > int(cores)]
-    warning = ""
-    if crowded:
-        which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
-        warning = f"{which}mechanism, not speed"
-    places = [
-        f"{hosts} hosts" if hosts > 1 else "",
-        _count_text(int(cores), "core") if cores else "",
-    ]
-    where = " with ".join(filter(None, places))
-    on = f" on {where}" if where else ""
-    return " · ".join(filter(None, [device, counted + on, warning, version, note]))
+    places = [_count_text(hosts, "host")] if hosts > 1 else []
+    places += [_count_text(cores, "core")] if cores else []
+    if places:
+        counted += f" on {' with '.join(places)}"
+    crowded = [count for count in ranks if cores and count > cores]
+    warning = "mechanism, not speed" if crowded else ""
+    if crowded and crowded != ranks:
+        warning = f"{', '.join(map(str, crowded))} ranks: {warning}"
+    return " · ".join(filter(None, [device, counted, warning, version, note]))
+
+
+def _count_text(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder, whether it ended well or not.
 
-    Raises:
-        RunFileNotFound: the folder is not that of a run. It is a FileNotFoundError.
-        RecordError: a malformed record, run.json or session.json.
+    Raises RunFileNotFound, a FileNotFoundError, and RecordError for a malformed file.
     """
     path = Path(folder).resolve()
-    here = RunFolder(path)
-    if not here.run_json.exists():
+    if not RunFolder(path).run_json.exists():
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
         raise RunFileNotFound(f"{path} holds no run.json: {rule}")
-    info = _read_run_info(here)
+    info = _read_run_info(RunFolder(path))
     found = records.read_records(path)
     return RunResult(path, info, found.lines, found.incomplete_files)
 
@@ -332,32 +307,24 @@ def _read_run_info(folder: RunFolder) -> dict[str, Any]:
         fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE_VERSIONS))}"
         raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
     require_fields(path, info, RUN_JSON_TYPES | (SIMULATION_TYPES if info.get("simulated") else {}))
-    if info.get("hardware"):
-        require_fields(path, info, {"hardware": dict})
-        require_fields(path, info["hardware"], {"name": str})
     if not 0 < info["nproc"] <= MAX_RANKS:
-        raise RecordError(
-            f"{path}: nproc = {info['nproc']} is not between 1 and {MAX_RANKS}. {JSON_FIX}"
-        )
-    if info.get("verdict"):
-        require_fields(path, info, {"verdict": dict})
-        require_fields(path, info["verdict"], VERDICT_TYPES)
-    if "session" in info:
-        require_fields(path, info, {"session": dict})
-    else:
-        path = folder.session_json
-        info["session"] = read_json(path)
-    if info["session"]:
-        require_fields(path, info["session"], SESSION_TYPES)
+        rule = f"is not between 1 and {MAX_RANKS}"
+        raise RecordError(f"{path}: nproc = {info['nproc']} {rule}. {JSON_FIX}")
+    files = dict.fromkeys(PART_TYPES, path)
+    if "session" not in info:
+        files["session"] = folder.session_json
+        info["session"] = read_json(folder.session_json)
+    for name, types in PART_TYPES.items():
+        if info.get(name) not in (None, {}):
+            require_fields(path, info, {name: dict})
+            require_fields(files[name], info[name], types)
     return info
 
 
-def _count_text(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
+def _values_by_name(rows: pandas.DataFrame, several_hosts: bool) -> dict[str, Any]:
     """Return the values of one rank by name, from its rows."""
+    import pandas
+
     spans, memory, comm, scalars = (
         rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar")
     )
@@ -365,17 +332,21 @@ def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[st
     # The warm-up counts too: a peak is a peak.
     most_bytes = memory.groupby("name")["bytes"].max()
     comm = comm.assign(
-        wire_bytes=_collective_wire_bytes(comm),
+        wire_bytes=_wire_bytes_column(comm),
         name=list(map(records.collective_label, comm["axis"], comm["name"])),
     )
     if several_hosts:
-        comm = _add_between_hosts_rows(comm)
-    steps = (
-        _drop_warmup(comm)
-        .groupby(["name", "step"])[["count", "bytes", "wire_bytes"]]
-        .sum(min_count=1)
-    )
-    largest = steps.groupby("name").max().stack().dropna()
+        # Calls across hosts are counted once more under another name, others as no calls.
+        crosses = comm["hosts"].gt(1).fillna(False).astype(int)
+        between = comm.assign(
+            name=[f"{name}_between_hosts" for name in comm["name"]],
+            count=comm["count"] * crosses,
+            bytes=comm["bytes"] * crosses,
+            wire_bytes=None,
+        )
+        comm = pandas.concat([comm, between])
+    by_step = _drop_warmup(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]]
+    largest = by_step.sum(min_count=1).groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
     return {
         **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
@@ -385,31 +356,13 @@ def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[st
     }
 
 
-def _add_between_hosts_rows(comm: pandas.DataFrame) -> pandas.DataFrame:
-    """Return rows of collectives, and each once more under another name for calls across hosts:
-    with no calls if all its ranks are on one host.
-    """
-    import pandas
-
-    crosses = comm["hosts"].gt(1).fillna(False).astype(int)
-    between = comm.assign(
-        name=[f"{name}_between_hosts" for name in comm["name"]],
-        count=comm["count"] * crosses,
-        bytes=comm["bytes"] * crosses,
-        wire_bytes=None,
-    )
-    return pandas.concat([comm, between])
-
-
+# Bytes and counts are floats where a column also has gaps, and are shown as whole numbers.
 def _as_int_if_whole(value: float) -> float:
-    """Return the same number, as an int if it is whole."""
     return int(value) if int(value) == value else float(value)
 
 
-def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
-    """Return the bytes that the collectives of each row put on the wire; None if the record lacks
-    the number of ranks.
-    """
+def _wire_bytes_column(comm: pandas.DataFrame) -> list[float | None]:
+    """Return each row's bytes on the wire; None where the record lacks the number of ranks."""
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
     return [

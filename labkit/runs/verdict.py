@@ -1,6 +1,4 @@
-"""What a check has found, in words: which rank 0's session leaves in verdict.json, and run.json
-keeps.
-"""
+"""Say what a check found, from the verdict that rank 0 writes and run.json keeps."""
 
 import math
 from collections.abc import Mapping
@@ -8,22 +6,19 @@ from typing import Any
 
 from labkit.runs.folder import RunFolder, read_json
 
+# How a run ends whose ranks all left in order; "differs" if its check found a difference.
 FINISHED_EXITS = ("ok", "differs")
-"""What run.json says of a run that came to its end: "differs" where its check found a
-difference.
-"""
 
 
 def finished_exit(folder: RunFolder) -> str:
-    """What run.json is to say of a run whose ranks all left in order."""
+    """Return the exit of a run whose ranks all left in order."""
     return "ok" if read_json(folder.verdict_json).get("ok", True) else "differs"
 
 
 def describe_verdict(verdict: Mapping[str, Any]) -> str:
-    """What was compared and whether it agrees; "" for no verdict.
+    """Return what was compared and whether it agrees; "" for no verdict.
 
-    Errors are named by their order of magnitude, so that the same check says the same on every
-    machine.
+    Errors are given by order of magnitude, so that the text is the same on every machine.
     """
     if not verdict:
         return ""
@@ -39,22 +34,18 @@ def describe_verdict(verdict: Mapping[str, Any]) -> str:
 
 
 def describe_error(verdict: Mapping[str, Any]) -> str:
-    """The largest error of a check beside what it allows, in digits; "" for one that has no such
-    numbers.
-    """
+    """Return the largest error of a check beside its limit, in digits; "" if it has neither."""
     if not {"max_rel_error", "limit"} <= verdict.keys():
         return ""
     return f"largest relative error {verdict['max_rel_error']:.2g}, tolerance {verdict['limit']:g}"
 
 
 def _differences(verdict: Mapping[str, Any]) -> list[str]:
-    """Why a verdict is not ok, as far as its numbers tell."""
+    """Return why a verdict is not ok, as far as its numbers tell."""
     error, found = verdict.get("max_rel_error", 0.0), []
     if not error <= verdict.get("limit", math.inf):
-        found.append(
-            f"they differ, most in {verdict.get('worst') or 'an unnamed one'}, by"
-            f" {_magnitude(error)}"
-        )
+        worst = verdict.get("worst") or "an unnamed one"
+        found.append(f"they differ, most in {worst}, by {_magnitude_text(error)}")
     if verdict.get("wrong"):
         found.append(f"{verdict['wrong']:,} of rank 0's differ")
     if not verdict["compared"] > 0:
@@ -66,9 +57,7 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _magnitude(error: float) -> str:
-    return (
-        f"more than {100 * 10.0 ** math.floor(math.log10(error)):g} %"
-        if math.isfinite(error)
-        else f"{error}"
-    )
+def _magnitude_text(error: float) -> str:
+    if not math.isfinite(error):
+        return f"{error}"
+    return f"more than {100 * 10.0 ** math.floor(math.log10(error)):g} %"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.environment import ENV_RUN_FOLDER
 from labkit.runs.folder import RunFolder, write_json, write_text
 from labkit.session.payload import load_payload
@@ -38,7 +38,7 @@ def main() -> None:
     # On GPUs the cell decides where it computes.
     if rank == 0 and not torch.cuda.is_available():
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
-        write_json(folder.session_json, machine | {"torch": torch.__version__})
+        write_json(folder.session_json, machine | {"torch": torch_private.TORCH_VERSION})
     names = {"torch": torch, "dist": dist} | load_payload()
     text = names.pop(CELL_NAME)
     lines = [f"{line}\n" for line in text.split("\n")]

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from labkit.config import build_config
-from labkit.config_options import parse_argv
+from labkit.config import build_config, parse_argv
 from labkit.environment import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files

@@ -245,7 +245,7 @@ def session_info(here: Session, cores: int) -> dict[str, Any]:
         "world_size": here.world_size,
         "cores": cores,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": torch_private.TORCH_VERSION,
         "note": here.note,
     }
 
