@@ -151,10 +151,10 @@ def list_imports(program: Path) -> list[str]:
         if isinstance(statement, ast.Import):
             names += (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            # a name that is imported from a package may be a module
-            names += (f"{statement.module}.{each.name}" for each in statement.names)
             names.append(statement.module)
-    # session.steps(track=…) follows the memory
+            # A name that is imported from a package may be a module.
+            names += (f"{statement.module}.{each.name}" for each in statement.names)
+    # session.steps(track=…) follows the memory.
     if any(isinstance(node, ast.keyword) and node.arg == "track" for node in ast.walk(tree)):
         names.append(torch_private.MEMORY_TRACKER_MODULE)
     return [name for name in names if name.startswith(("torch.", "labkit."))]
