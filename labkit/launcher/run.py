@@ -207,9 +207,6 @@ def make_run_request(
     nproc = require_positive(
         "nproc", nproc, int, "not a number of ranks: give an int of at least 1"
     )
-    timeout_s = require_positive(
-        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
-    )
     cores = len(requirements.usable_cores())
     most = RANKS_PER_CORE * cores
     if nproc > most:
@@ -225,14 +222,33 @@ def make_run_request(
             f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it"
         )
     nproc *= max(1, len(places))
+    fields = validate_program(program, params, nproc, timeout_s, warm, use)
+    return RunRequest(device=device, hosts=places, **fields)
+
+
+def validate_program(
+    program: str | Path, params: Mapping[str, Any], nproc: int, timeout_s: Any, warm: Any, use: Any
+) -> dict[str, Any]:
+    """Validate what runs and simulations have in common; return those fields of the request."""
+    timeout_s = require_positive(
+        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
+    )
     path, target = find_program(program)
     if use is not None:
         replaceable = program_source.read_replaceable(path)
         payload_pickling.validate_replacements(use, replaceable, path.stem)
-    sources = {name: payload_pickling.function_source(each) for name, each in (use or {}).items()}
     every, given = resolve_params(path, params, nproc)
-    how = device, timeout_s, choose_warm_start(warm), sources, places
-    return RunRequest(path.stem, str(path), target, every, given, nproc, *how)
+    return {
+        "program": path.stem,
+        "program_path": str(path),
+        "target": target,
+        "params": every,
+        "given_params": given,
+        "nproc": nproc,
+        "timeout_s": timeout_s,
+        "warm": choose_warm_start(warm),
+        "use": {name: payload_pickling.function_source(each) for name, each in (use or {}).items()},
+    }
 
 
 def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
