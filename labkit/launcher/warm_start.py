@@ -78,7 +78,8 @@ class ForkServer:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         # numpy makes as many threads as this when it is imported; the ranks set their own number.
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # Last, with room for any path: fork_server.show_run_folder overwrites it.
+        # With room for any path: fork_server.show_run_folder overwrites it. Last, because those who
+        # read /proc stop at its padding.
         env.pop(ENV_RUN_FOLDER, None)
         env[ENV_RUN_FOLDER] = "." * MAX_PATH_BYTES
         with theirs:
