@@ -75,7 +75,7 @@ def function_source(function: Callable[..., Any]) -> str:
 
 
 def validate_replacements(
-    given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str
+    given: Any, wanted: Mapping[str, inspect.Signature], program: str
 ) -> None:
     """Raise ParameterError unless the program can call each function instead of its own."""
     if not isinstance(given, Mapping):
