@@ -23,6 +23,8 @@ from labkit_cluster.host_rendezvous import (
 )
 from labkit_cluster.listeners import Heartbeats
 
+RENDEZVOUS_MODULE = "labkit_cluster.multi_host_handler"
+
 
 def start_and_rendezvous(
     folder: RunFolder, request: Mapping[str, Any], member: RendezvousMember, mailbox: Mailbox
@@ -53,7 +55,7 @@ def _start_torchrun(
     nproc = request["nproc"]
     own = process.rank_environment(folder, nproc, request["device"], member.hosts)
     own |= {ENV_HOST_NAME: member.name, ENV_HOST_INDEX: str(member.index)}
-    words = [str(folder.path), "--rdzv-backend", process.SEVERAL_HOSTS, "--rdzv-endpoint", "met"]
+    words = [str(folder.path), "--rdzv-backend", RENDEZVOUS_MODULE, "--rdzv-endpoint", "met"]
     words += ["--rdzv-id", folder.path.name, "--rdzv-conf", f"told={receiver.fileno()}"]
     words += ["--nnodes", str(member.hosts), "--nproc-per-node", str(nproc)]
     words += ["--log-dir", str(folder.torchrun_folder(member.index)), *process.WORKER_ARGUMENTS]

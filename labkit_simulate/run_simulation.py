@@ -6,18 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from labkit import config, program_source
+from labkit import config
 from labkit.environment import ENV_PROCESS_RANKS, ENV_SIMULATION
 from labkit.errors import ParameterError
 from labkit.launcher import payload_pickling
-from labkit.launcher.run import (
-    RunRequest,
-    execute_request,
-    find_program,
-    require_positive,
-    resolve_params,
-)
-from labkit.launcher.warm_start import choose_warm_start
+from labkit.launcher.run import RunRequest, execute_request, require_positive, validate_program
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
 from labkit_simulate.theory.hardware import Hardware
@@ -151,30 +144,14 @@ def make_simulation_request(
     ranks_per_host = require_positive(
         "ranks_per_host", ranks_per_host, int, f"not a number of GPUs: {int_rule}"
     )
-    timeout_s = require_positive(
-        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
-    )
     if kind:
         estimate.ranks_on_each_host(world_size, ranks_per_host, kind)
-    path, target = find_program(program)
-    if use is not None:
-        payload_pickling.validate_replacements(
-            use, program_source.read_replaceable(path), path.stem
-        )
-    all_params, given_params = resolve_params(path, params, world_size)
+    fields = validate_program(program, params, world_size, timeout_s, warm, use)
     return SimulationRequest(
-        program=path.stem,
-        program_path=str(path),
-        target=target,
-        params=all_params,
-        given_params=given_params,
-        nproc=world_size,
+        **fields,
         device="cpu",
-        timeout_s=timeout_s,
-        warm=choose_warm_start(warm),
-        use={name: payload_pickling.function_source(each) for name, each in (use or {}).items()},
         hosts=[],
-        ranks=select_ranks(rank, world_size, path, all_params),
+        ranks=select_ranks(rank, world_size, Path(fields["program_path"]), fields["params"]),
         hardware=kind,
         ranks_per_host=ranks_per_host,
     )

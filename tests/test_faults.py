@@ -376,7 +376,7 @@ def test_of_very_much_that_is_unsaid_the_end_is_kept(monkeypatch):
         begun = time.monotonic()
         text._print_lines(*(f"{line:07}" for line in range(100_000)))
         assert time.monotonic() - begun < 5
-        threading.Thread(target=text._print_lines, args=["the end"], kwargs={"whoever_reads": True}).start()
+        threading.Thread(target=text._print_lines, args=["the end"], kwargs={"wait_for_reader": True}).start()
         lines = [line.rstrip() for line in iter(reader.readline, "the end\n")]
     (remark,) = [line for line in lines if not line.isdecimal()]
     shown = [line for line in lines if line != remark]

@@ -339,7 +339,7 @@ def test_exit_statuses_are_those_that_python_gives(tmp_path, monkeypatch, leavin
 
 @pytest.mark.usefixtures("both_ways")
 def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):
-    monkeypatch.setattr(process, "_torchrun_arguments", lambda folder, nproc: ["--no-such-option"])
+    monkeypatch.setattr(process, "WORKER_ARGUMENTS", ("--no-such-option",))
     with pytest.raises(RankFailed) as caught:
         labkit.run(MISBEHAVE)
     assert (caught.value.rank, caught.value.exc_type) == (-1, "exit status 2")

@@ -9,19 +9,17 @@ import importlib
 import math
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from labkit.launcher import process
-from labkit.launcher.warm_start import ForkServer, WarmTorchrun
+from labkit.launcher.warm_start import WarmTorchrun
 from labkit.runs.folder import RunFolder
 
 CLUSTER_MODULE = "labkit_cluster.hosts"
 POLL_PERIOD_S = 0.1
 FAILURE_GRACE_S = 3.0
-"""How long torchrun may take to end by itself after a rank has failed, before the run is
-stopped.
-"""
+"""How long torchrun may take to end by itself after a rank has failed."""
 EXIT_FAILED = 1
 
 
@@ -54,28 +52,10 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """torchrun on this host: a fork of the fork server, or a new Python.
+    """torchrun on this host, which ``launch`` starts."""
 
-    Args:
-        folder: of the run.
-        program: absolute path of a .py file, or a module's name.
-        arguments: the program's command line.
-        nproc: number of ranks.
-        environment: of torchrun and its ranks.
-        fork_server: forks torchrun; None for a new Python.
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        program: str,
-        arguments: Sequence[str],
-        nproc: int,
-        environment: Mapping[str, str],
-        fork_server: ForkServer | None,
-    ):
-        self._folder = folder
-        self._how = program, arguments, nproc, dict(environment), fork_server
+    def __init__(self, folder: RunFolder, launch: Callable[[], process.TorchrunProcess]):
+        self._folder, self._launch = folder, launch
         self._torchrun: process.TorchrunProcess | None = None
 
     @property
@@ -83,7 +63,7 @@ class LocalBackend:
         return isinstance(self._torchrun, WarmTorchrun)
 
     def start(self) -> None:
-        self._torchrun = process.start_torchrun(self._folder, *self._how)
+        self._torchrun = self._launch()
 
     def wait(self, timeout_s: float) -> int:
         assert self._torchrun, "start() comes first"
@@ -101,10 +81,7 @@ class LocalBackend:
 
 
 def load_cluster() -> Any:
-    """Return the package for several hosts, with ``parse_hosts`` and ``MultiHostBackend``.
-
-    It is imported by name, because the core does not depend on it.
-    """
+    """Import the package for several hosts by name, because the core does not depend on it."""
     return importlib.import_module(CLUSTER_MODULE)
 
 

@@ -11,15 +11,17 @@ learner needs the first:
 """
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from labkit.errors import RankFailed, RunTimedOut, shorten
-from labkit.launcher.process import read_stack
+from labkit.launcher import process
 from labkit.launcher.resource_limits import shortage_fix
 from labkit.runs.folder import RunFolder, disk_problem, read_json
 
 LOG_TAIL_LINES = 30
+MAX_OUTPUT_LINES = 100_000
 SIGNAL_MEANINGS = {
     "SIGKILL": "killed from outside (kill -9, or the system ran out of memory)",
     "SIGSEGV": "crashed in native code (segmentation fault)",
@@ -35,104 +37,69 @@ def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
-    """Return the failure to report for a run, given torchrun's exit status (negative: the signal
-    that ended it).
-    """
-    errors = read_rank_errors(folder)
+    """Return the failure to report, given torchrun's exit status (negative: a signal)."""
+    errors, exits = read_rank_errors(folder), _read_rank_exits(folder)
     causes = [error for error in errors if not error["echo"]]
     if causes:
         return _exception_failure(folder, causes[0])
-    silent = _first_silent_exit(folder, {error["rank"] for error in errors})
-    if silent:
-        return _exit_status_failure(folder, silent["rank"], silent["exitcode"])
+    raised = {error["rank"] for error in errors}
+    silent = [end for end in exits if end["rank"] not in raised]
+    # torchrun lists a rank that it ended by SIGTERM after the one that made it do so, so the first
+    # entry of all was ended by someone else.
+    own = [end for end in silent if end["signal"] != "SIGTERM"]
+    if own := own or [end for end in silent if end is exits[0]]:
+        return _exit_status_failure(folder, own[0]["rank"], own[0]["exitcode"])
     if torchrun_status < 0 or not errors:
         return _exit_status_failure(folder, -1, torchrun_status)
-    return _exception_failure(folder, errors[0], _early_exit_remark(folder, errors))
+    # Without exits torchrun was stopped before it could report.
+    started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}
+    ended = started - raised - {end["rank"] for end in exits} if exits else set()
+    early, rule = ", ".join(map(str, sorted(ended))), "every rank must take part to the end"
+    remark = f"\n(rank {early} had already ended, with status 0: {rule})" if early else ""
+    return _exception_failure(folder, errors[0], remark)
 
 
 def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
-    """Return the failure of a run that was stopped at its time limit, after its ranks' stacks were
-    requested.
-    """
-    stacks = {rank: read_stack(folder, rank) or "(no answer)" for rank in range(ranks)}
-    outputs = {rank: read_tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
+    """Return the failure of a run that was stopped at its time limit, after its stacks arrived."""
+    return make_timeout(folder, timeout_s, process.read_stacks(folder, range(ranks)))
+
+
+def make_timeout(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
+    """Return the failure of a run that was stopped at its time limit, with its ranks' output."""
+    outputs = {rank: read_tail(folder.log(rank), MAX_OUTPUT_LINES) for rank in stacks}
     return RunTimedOut(timeout_s, stacks, outputs)
 
 
 def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return how ranks ended, as each host's torchrun reported; the host that wrote first comes
-    first.
-    """
+    # Each host's torchrun reports its own ranks; the host that wrote first comes first.
     paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
     return [end for path in paths for end in read_json(path).get("failures", [])]
 
 
 def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     """Return the last lines of a text file, "" if there is none."""
-    if not path.exists():
-        return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(process.read_if_exists(path).splitlines()[-lines:])
 
 
 def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
-    message = error["message"] + remark + shortage_fix(f"{error['exc_type']}: {error['message']}")
-    return RankFailed(
-        error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"])
-    )
-
-
-def _torchrun_error_log(folder: RunFolder) -> Path:
-    """Return the log of the torchrun that failed: of several, the first with an exception."""
-    logs = sorted(folder.path.glob("torchrun*.log"))
-    return next(
-        (log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log
-    )
-
-
-def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
-    """Return a remark about ranks that ended well while others still waited for them; "" for
-    none.
-    """
-    ends = _read_rank_exits(folder)
-    # torchrun was stopped before it could report.
-    if not ends:
-        return ""
-    failed = {end["rank"] for end in [*ends, *errors]}
-    started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}
-    early = ", ".join(str(rank) for rank in sorted(started - failed))
-    return (
-        f"\n(rank {early} had already ended, with status 0: every rank must take part to the end)"
-        if early
-        else ""
-    )
-
-
-def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
-    """Return the first rank that ended without an exception and not by torchrun's SIGTERM; {} for
-    none.
-    """
-    ends = _read_rank_exits(folder)
-    silent = [end for end in ends if end["rank"] not in raised]
-    by_itself = [end for end in silent if end["signal"] != "SIGTERM"]
-    # torchrun lists a rank that it ended itself after the one that made it do so
-    return by_itself[0] if by_itself else silent[0] if silent and silent[0] is ends[0] else {}
+    rank, kind, message = error["rank"], error["exc_type"], error["message"]
+    fix = shortage_fix(f"{kind}: {message}")
+    return RankFailed(rank, kind, message + remark + fix, error["traceback"], folder.log(rank))
 
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
-    """Return the failure of a rank, or of torchrun (-1), that ended with this status and without an
-    exception.
-    """
-    log, stack, silent = (
-        folder.log(rank),
-        read_stack(folder, rank),
-        "the rank left without an exception",
-    )
+    """Return the failure of a rank, or of torchrun (-1), that ended without an exception."""
     if rank < 0:
-        log = _torchrun_error_log(folder)
+        # Of several hosts' torchruns, the first with an exception has failed.
+        logs = sorted(folder.path.glob("torchrun*.log"))
+        failed = [log for log in logs if "Traceback" in process.read_if_exists(log)]
+        log = next(iter(failed), folder.torchrun_log)
         stack = shorten(read_tail(log))
         silent = "no rank says why; the end of torchrun's log:"
+    else:
+        log, stack = folder.log(rank), process.read_stack(folder, rank)
+        silent = "the rank left without an exception"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + shortage_fix(
-        read_tail(log) + stack
-    )
+    fix = shortage_fix(read_tail(log) + stack)
+    message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + fix
     return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

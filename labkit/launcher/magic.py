@@ -43,85 +43,58 @@ class TorchrunMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
-    @argument(
-        "--timeout",
-        type=float,
-        default=60,
-        help="the ranks are stopped after so many seconds; 60 by default",
-    )
-    @argument(
-        "--name",
-        default="",
-        help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed",
-    )
+    @argument("--timeout", type=float, default=60, help="limit in seconds; 60 by default")
+    @argument("--name", default="", help="the notebook's name for the RunResult, or the failure")
     @argument("--device", default="auto", help="auto, cpu or cuda")
-    @argument(
-        "--fails",
-        action="store_true",
-        help="the cell is meant to fail: show in red how, and let the notebook go on",
-    )
-    @argument(
-        "--use",
-        default="",
-        help="names of the notebook that the cell uses, with commas; modules come anyway",
-    )
+    @argument("--fails", action="store_true", help="the cell is meant to fail: show how, go on")
+    @argument("--use", default="", help="names of the notebook, with commas; modules come anyway")
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on real ranks, each a new process that torchrun starts."""
         options = parse_argstring(self.torchrun, line)
-        if options.name and (not options.name.isidentifier() or keyword.iskeyword(options.name)):
-            raise UsageError(
-                f"--name {options.name} is no name for a value: use letters, digits and _"
-            )
+        name = options.name
+        if name and (not name.isidentifier() or keyword.iskeyword(name)):
+            raise UsageError(f"--name {name} is no name for a value: use letters, digits and _")
         # The first line of the cell is the magic's; this keeps the line numbers right.
         text = "\n" + cell
         tree = parse_cell(text)
         assert self.shell
         known = self.shell.user_ns
-        names = {**find_modules(tree, known), **lookup_names(options.use, known)}
+        given = {CELL_NAME: text, **find_modules(tree, known), **lookup_names(options.use, known)}
         arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
+        outcome: RunResult | LabError
         try:
-            result = run_with_payload(PROGRAM, {CELL_NAME: text, **names}, **arguments)
+            outcome = result = run_with_payload(PROGRAM, given, **arguments)
         except ParameterError as refused:
             raise replace_traceback(refused, str(refused)) from None
-        except RankFailed as failure:
-            show_output(output_before_failure(failure))
-            said = failure_text(failure, text, known)
-            if options.fails:
-                return self.show_failure(options.name, failure, said)
-            raise replace_traceback(failure, f"{said}\nits output: {failure.log}") from None
-        except RunTimedOut as late:
-            said = timeout_text(late, text)
-            if options.fails:
-                return self.show_failure(options.name, late, said)
-            raise replace_traceback(late, said) from None
-        show_output({rank.rank: rank.log() for rank in result.ranks})
-        show_values(result)
-        if options.name:
-            known[options.name] = result
-
-    def show_failure(self, name: str, error: LabError, said: str) -> None:
-        """Show in red how a cell failed that was meant to fail, and keep the error under its name,
-        if it has one.
-        """
-        print(said, file=sys.stderr)
-        if name and self.shell:
-            self.shell.user_ns[name] = error
+        except (RankFailed, RunTimedOut) as error:
+            outcome, log = error, ""
+            if isinstance(error, RankFailed):
+                show_output(output_before_failure(error))
+                said, log = failure_text(error, text, known), f"\nits output: {error.log}"
+            else:
+                said = timeout_text(error, text)
+            if not options.fails:
+                raise replace_traceback(error, said + log) from None
+            print(said, file=sys.stderr)
+        else:
+            show_output({rank.rank: rank.log() for rank in result.ranks})
+            show_values(result)
+        if name:
+            known[name] = outcome
 
 
 def parse_cell(text: str) -> ast.Module:
-    """Return the code of a cell. Raises ParameterError for invalid Python, which IPython shows
-    without labkit's frames.
-    """
+    """Return the code of a cell; raise a ParameterError, which IPython shows alone, if invalid."""
     try:
         tree = ast.parse(text, CELL_NAME)
         # This finds errors that parsing does not, such as return outside a function.
         compile(tree, CELL_NAME, "exec")
         return tree
     except SyntaxError as error:
-        said = f"SyntaxError: {error.msg}. Nothing was started."
         place = mark_line(text, error.lineno or 2)
-        raise replace_traceback(ParameterError(), f"{place}\n{said}") from None
+        said = f"{place}\nSyntaxError: {error.msg}. Nothing was started."
+        raise replace_traceback(ParameterError(), said) from None
 
 
 def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
@@ -135,11 +108,9 @@ def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.Mod
 def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the names after --use."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(
-            f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it"
-            " first"
-        )
+    if unknown := ", ".join(name for name in wanted if name not in known):
+        fix = "run the cell that makes it first"
+        raise UsageError(f"--use {unknown}: the notebook has no such name; {fix}")
     return {name: known[name] for name in wanted}
 
 
@@ -162,9 +133,7 @@ def show_values(result: RunResult) -> None:
 
 
 def group_by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return each different text with its ranks, such as ("ranks 0–3", "…"); empty texts are left
-    out.
-    """
+    """Return each different text that is not empty with its ranks, such as ("ranks 0–3", "…")."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         if text:
@@ -187,20 +156,19 @@ def rank_list_text(ranks: list[int]) -> str:
 def output_before_failure(failure: RankFailed) -> dict[int, str]:
     """Return the output of a failed run's ranks, without the failing one's traceback at the end."""
     folder = RunFolder(failure.log.parent)
-    paths = {int(path.stem.removeprefix("rank_")): path for path in folder.path.glob("rank_*.log")}
-    logs = {rank: path.read_text(errors="replace") for rank, path in paths.items()}
-    return {rank: strip_traceback(log, folder.error(rank)) for rank, log in sorted(logs.items())}
+    outputs = {}
+    for path in sorted(folder.path.glob("rank_*.log")):
+        rank, log = int(path.stem.removeprefix("rank_")), path.read_text(errors="replace")
+        outputs[rank] = strip_traceback(log, folder.error(rank))
+    return outputs
 
 
 def strip_traceback(log: str, error: Path) -> str:
     """Remove the tracebacks of the error that ended a rank from its output."""
     chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
     parts = log.split(TRACEBACK_HEADER)
-    return re.sub(
-        r"(\[rank\d+\]: ?|  \+ Exception Group )*$",
-        "",
-        TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)]),
-    )
+    before = TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
+    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", before)
 
 
 def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
@@ -210,24 +178,18 @@ def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> st
     lines += [mark_line(text, numbers[-1])] if numbers else []
     missing = re.match(r"name '(\w+)' is not defined", failure.message)
     if failure.exc_type == "NameError" and missing and missing[1] in known:
-        lines.append(
-            f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}"
-        )
+        fix = f"hand it to the ranks with --use {missing[1]}"
+        lines.append(f"{missing[1]} is a name of the notebook: {fix}")
     return "\n".join(lines)
 
 
 def timeout_text(late: RunTimedOut, text: str) -> str:
     """Return the line of the cell in which every rank was at the time limit."""
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
-    places = {rank: main_thread_line(stack) for rank, stack in sorted(late.stacks.items())}
-    said = {
-        rank: (
-            mark_line(text, int(number))
-            if number
-            else "not in the cell: " + late.stacks[rank].strip()
-        )
-        for rank, number in places.items()
-    }
+    said = {}
+    for rank, stack in sorted(late.stacks.items()):
+        number = main_thread_line(stack)
+        said[rank] = mark_line(text, int(number)) if number else f"not in the cell: {stack.strip()}"
     return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in group_by_text(said))])
 
 
@@ -239,11 +201,11 @@ def main_thread_line(stack: str) -> str | None:
 
 def mark_line(text: str, number: int) -> str:
     """Return some lines of a cell with their numbers, and an arrow at one."""
-    numbered = list(enumerate(text.rstrip().split("\n"), start=1))[1:]
-    near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
-    return "\n".join(
-        f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near
-    )
+    lines = text.rstrip().split("\n")
+    first, last = max(2, number - CONTEXT_LINES), min(len(lines), number + CONTEXT_LINES)
+    marks = {number: "-->"}
+    near = range(first, last + 1)
+    return "\n".join(f"{marks.get(each, ''):3} {each:3} | {lines[each - 1]}" for each in near)
 
 
 def replace_traceback(error: LabError, text: str) -> LabError:

@@ -24,27 +24,19 @@ INTERFACE_FLAGS = struct.Struct("16sh22x")
 
 
 def is_namespace_requested() -> bool:
-    """Tell whether runs should have networks of their own.
-
-    Raises:
-        ParameterError: LABKIT_NETWORK is something else than "own", or this is not Linux.
-    """
+    """Tell whether runs should have networks of their own; raise ParameterError if none can."""
     said = os.environ.get(ENV_NETWORK, "")
     if said not in ("", OWN_NETWORK):
-        raise ParameterError(
-            f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run);"
-            " unset it"
-        )
+        rule = f"is not {OWN_NETWORK!r} (a network of its own for each run)"
+        raise ParameterError(f"{ENV_NETWORK}={said!r} {rule}; unset it")
     if said and sys.platform != "linux":
-        raise ParameterError(
-            f"{ENV_NETWORK}={OWN_NETWORK} needs Linux, and this is {sys.platform}; unset it"
-        )
+        rule = f"needs Linux, and this is {sys.platform}"
+        raise ParameterError(f"{ENV_NETWORK}={OWN_NETWORK} {rule}; unset it")
     return bool(said)
 
 
 def enter_namespace() -> None:
-    """Give this process, which must have one thread, and all its children a network with a loopback
-    only.
+    """Give this process, which must have one thread, a network with a loopback only.
 
     Raises:
         LabError: the system does not allow it.
@@ -63,9 +55,7 @@ def enter_namespace() -> None:
 
 
 def _enter_as_unprivileged_user() -> None:
-    """Enter it inside a user namespace, where this user has the right to do so and keeps the same
-    user id.
-    """
+    # Inside a user namespace this user has the right to do so. The user id stays the same.
     user, group = os.geteuid(), os.getegid()
     if not _call_unshare(CLONE_NEWUSER | CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -25,30 +25,29 @@ class PayloadError(ParameterError):
 def pack_payload(given: Mapping[str, Any]) -> bytes:
     """Pack values and functions for ``payload.unpack_payload``.
 
-    Functions, classes and modules of the notebook are pickled by value, since a rank may not find
-    their file, or would run too much of it; those of installed packages by name.
-
     Raises:
         PayloadError: one of them uses something that cannot be pickled.
     """
     file = io.BytesIO()
     here = os.getcwd()
     pickle.dump({"path": [path or here for path in sys.path], "sources": _cell_sources()}, file)
+    # Functions, classes and modules of the notebook are pickled by value, since a rank may not find
+    # their file, or would run too much of it; those of installed packages by name.
     known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
+    names = {getattr(value, "__module__", None) or "" for value in given.values()}
+    modules = [sys.modules[name] for name in names if name in sys.modules]
     with contextlib.ExitStack() as afterwards:
-        for module in {
-            sys.modules.get(getattr(value, "__module__", None) or "") for value in given.values()
-        }:
-            if module and not module.__package__ and module.__name__ not in known:
+        for module in modules:
+            if not module.__package__ and module.__name__ not in known:
                 cloudpickle.register_pickle_by_value(module)
                 afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
             cloudpickle.dump(dict(given), file)
         except Exception as error:
             text = shorten(f"{type(error).__name__}: {error}", 300)
-            names = " and ".join(name for name, value in given.items() if not _is_picklable(value))
+            bad = " and ".join(name for name, value in given.items() if not _is_picklable(value))
             raise PayloadError(
-                f"{names} cannot be sent to the ranks with what is used there: {text}"
+                f"{bad} cannot be sent to the ranks with what is used there: {text}"
             ) from error
     return file.getvalue()
 
@@ -62,7 +61,7 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _cell_sources() -> dict[str, list[str]]:
-    """Return the source lines of cells, which are in no file, by the file name of their code."""
+    # Cells are in no file; linecache has their lines under the file name of their code.
     cached = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) > 2}
     return {name: lines for name, lines in cached.items() if lines and not os.path.exists(name)}
 
@@ -76,26 +75,21 @@ def function_source(function: Callable[..., Any]) -> str:
 
 
 def validate_replacements(
-    given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str
+    given: Any, wanted: Mapping[str, inspect.Signature], program: str
 ) -> None:
-    """Raise ParameterError unless each is a function that the program can call instead of its own
-    of that name.
-    """
+    """Raise ParameterError unless the program can call each function instead of its own."""
     if not isinstance(given, Mapping):
-        raise ParameterError(
-            f"use = {given!r} is no dict: give functions by name, such as {{'name': function}}"
-        )
+        fix = "give functions by name, such as {'name': function}"
+        raise ParameterError(f"use = {given!r} is no dict: {fix}")
     for name, function in given.items():
         if name not in wanted:
-            can = (
-                ", ".join(f"{each}{signature}" for each, signature in wanted.items())
-                or "no function"
-            )
-            raise ParameterError(f"use= gives {name!r}, and {program} lets replace {can}")
-        if not callable(function):
+            can = ", ".join(f"{each}{signature}" for each, signature in wanted.items())
             raise ParameterError(
-                f"use= gives {name} = {function!r}, which is no function: give it by its name"
+                f"use= gives {name!r}, and {program} lets replace {can or 'no function'}"
             )
+        if not callable(function):
+            rule = "which is no function: give it by its name"
+            raise ParameterError(f"use= gives {name} = {function!r}, {rule}")
         if not _accepts_signature(function, wanted[name]):
             raise ParameterError(
                 f"use= gives {name}{inspect.signature(function)}, and {program} calls"
@@ -105,12 +99,9 @@ def validate_replacements(
 
 def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
     """Tell whether a function can be called with the arguments of a signature."""
-    by_name = {
-        name
-        for name, each in wanted.parameters.items()
-        if each.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    by_place = wanted.parameters.keys() - by_name
+    kinds = {name: each.kind for name, each in wanted.parameters.items()}
+    by_name = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    by_place = [name for name in kinds if name not in by_name]
     try:
         takes = inspect.signature(function)
     except (TypeError, ValueError):

@@ -3,8 +3,7 @@
 In a notebook this is one block that is redrawn in place and emptied at the end, so that times,
 which differ from run to run, do not stay in the saved notebook; the output stays in
 ``result.ranks[i].log()``. It is HTML and not a widget, because the state of a widget would stay.
-Elsewhere it is text on stderr. The environment variable LABKIT_PROGRESS chooses: ``off``, ``text``
-or ``notebook``.
+Elsewhere it is text on stderr. LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
 """
 
 import contextlib
@@ -91,25 +90,21 @@ class Display:
         """Show the state, and lines that ranks have printed since the last call."""
 
     def close(self, state: ProgressState, outcome: str) -> None:
-        """Show how the run ended: "ok", "differs" (its check), "failed", "timed out",
-        "interrupted".
-        """
+        """Show how the run ended, such as "ok", "differs" (its check), "failed", "timed out"."""
 
 
 class TextDisplay(Display):
-    """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps
-    and at the end.
-    """
+    """The ranks' output on stderr, and the state at the start, each quarter and the end."""
 
     def __init__(self) -> None:
         self._quarter = -1
-        self._waits_for = ""
-        self._unsaid: deque[str] = deque()
-        self._left_out = 0
+        self._wait_reason = ""
+        self._pending: deque[str] = deque()
+        self._dropped = 0
 
     def show_wait_reason(self, text: str) -> None:
-        if text != self._waits_for:
-            self._waits_for = text
+        if text != self._wait_reason:
+            self._wait_reason = text
             self._print_lines(text)
 
     def show(self, state: ProgressState, lines: list[str]) -> None:
@@ -120,36 +115,29 @@ class TextDisplay(Display):
             self._print_lines(str(state))
 
     def close(self, state: ProgressState, outcome: str) -> None:
-        self._print_lines(f"{state}: {outcome}", whoever_reads=True)
+        self._print_lines(f"{state}: {outcome}", wait_for_reader=True)
 
-    def _print_lines(self, *lines: str, whoever_reads: bool = False) -> None:
-        """Print what is waiting and these lines, as far as the pipe takes them, or all of it.
-
-        A slow reader of a pipe must not delay the run or its time limit, and one that has gone must
-        not end it.
-        """
-        self._unsaid.extend(lines)
+    def _print_lines(self, *lines: str, wait_for_reader: bool = False) -> None:
+        """Print the waiting lines and these, as far as the pipe takes them, or all of them."""
+        # A slow reader of a pipe must not delay the run or its time limit, and one that has gone
+        # must not end it.
+        self._pending.extend(lines)
         try:
-            while self._unsaid and (whoever_reads or can_write_line(sys.stderr)):
-                if self._left_out:
-                    remark = (
-                        f"... {self._left_out:,} lines left out here; they are in the output of the"
-                        " run ..."
-                    )
-                    print(remark, file=sys.stderr)
-                    self._left_out = 0
-                print(self._unsaid.popleft(), file=sys.stderr, flush=True)
+            while self._pending and (wait_for_reader or _can_write_line(sys.stderr)):
+                if self._dropped:
+                    count = f"{self._dropped:,} lines left out here"
+                    print(f"... {count}; they are in the output of the run ...", file=sys.stderr)
+                    self._dropped = 0
+                print(self._pending.popleft(), file=sys.stderr, flush=True)
         except BrokenPipeError:
             redirect_to_devnull(sys.stderr)
-        while len(self._unsaid) > MAX_PENDING_LINES:
-            self._unsaid.popleft()
-            self._left_out += 1
+        while len(self._pending) > MAX_PENDING_LINES:
+            self._pending.popleft()
+            self._dropped += 1
 
 
-def can_write_line(file: Any) -> bool:
-    """Tell whether a line can be written to this file now, without waiting for the reader of a
-    pipe.
-    """
+def _can_write_line(file: Any) -> bool:
+    """Tell whether a line can be written now, without waiting for the reader of a pipe."""
     try:
         number = file.fileno()
     except (AttributeError, OSError, ValueError):
@@ -161,18 +149,13 @@ def can_write_line(file: Any) -> bool:
 
 
 def redirect_to_devnull(file: Any) -> None:
-    """Redirect a pipe whose reader has gone to /dev/null. Otherwise Python would fail again at
-    exit.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, file.fileno())
-    os.close(nowhere)
+    """Redirect a pipe whose reader has gone, so that Python does not fail again at exit."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), file.fileno())
 
 
 class NotebookDisplay(Display):
-    """One block of HTML under the cell, redrawn in place at most four times a second, empty at the
-    end.
-    """
+    """One block of HTML under the cell, redrawn four times a second, empty at the end."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -182,22 +165,19 @@ class NotebookDisplay(Display):
         self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
 
     def show_wait_reason(self, text: str) -> None:
-        if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
-            self._drawn = time.monotonic()
-            self._handle.update(
-                {"text/html": f"<div><progress></progress> {escape(text)}</div>"}, raw=True
-            )
+        self._draw("", text)
 
     def show(self, state: ProgressState, lines: list[str]) -> None:
         self._lines = [*self._lines, *lines][-MAX_DISPLAY_LINES:]
+        value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
+        self._draw(value, str(state))
+
+    def _draw(self, value: str, text: str) -> None:
         if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
             self._drawn = time.monotonic()
-            value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
-            bar = f"<progress {value}></progress>"
             output = f"<pre>{escape(chr(10).join(self._lines))}</pre>" if self._lines else ""
-            self._handle.update(
-                {"text/html": f"<div>{bar} {escape(str(state))}</div>{output}"}, raw=True
-            )
+            bar = f"<div><progress {value}></progress> {escape(text)}</div>"
+            self._handle.update({"text/html": bar + output}, raw=True)
 
     def close(self, state: ProgressState, outcome: str) -> None:
         self._handle.update({"text/html": ""}, raw=True)
@@ -216,7 +196,7 @@ class RunMonitor:
     def update(self) -> None:
         """Read what is new, and show it."""
         for record in self._records.read_lines():
-            # load_result reports a broken record, with its file.
+            # A broken record is reported with its file when the run is loaded.
             with contextlib.suppress(*PARSE_ERRORS):
                 self._count_steps(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
@@ -230,36 +210,32 @@ class RunMonitor:
         self._display.close(self.state, outcome)
 
     def _new_output_lines(self, read: Callable[[TailReader], list[str]]) -> list[str]:
-        prefixes = [f"[rank {rank}] " if index else "" for index, rank in enumerate(self._ranks)]
-        together = zip(prefixes, self._logs, strict=True)
-        return [
-            prefix + _clip_line(line, log.path) for prefix, log in together for line in read(log)
-        ]
+        shown = []
+        for rank, log in zip(self._ranks, self._logs, strict=True):
+            prefix = f"[rank {rank}] " if rank != self._ranks[0] else ""
+            shown += [prefix + _clip_line(line, log.path) for line in read(log)]
+        return shown
 
     def _count_steps(self, record: Any) -> None:
+        state = self.state
         if record["name"] == records.PLANNED_STEPS:
-            self.state.planned_steps = int(record["value"])
+            state.planned_steps = int(record["value"])
         elif record["name"] == "step" and record["kind"] == "span":
-            self.state.done_steps = max(
-                self.state.done_steps, min(record["step"] + 1, self.state.planned_steps)
-            )
+            state.done_steps = max(state.done_steps, min(record["step"] + 1, state.planned_steps))
 
 
 def _clip_line(line: str, log: Path) -> str:
-    """Shorten a line so that it can be shown."""
     if len(line) <= MAX_DISPLAY_CHARACTERS:
         return line
     return f"{line[:MAX_DISPLAY_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
 
 
-_display_override: ContextVar[Display | None] = ContextVar("_given", default=None)
+_display_override: ContextVar[Display | None] = ContextVar("_display_override", default=None)
 
 
 @contextlib.contextmanager
 def use_display(display: Display) -> Iterator[None]:
-    """Show the progress of this thread's runs on this display. A KeyboardInterrupt from it ends the
-    run.
-    """
+    """Show this thread's runs on this display; a KeyboardInterrupt from it ends the run."""
     token = _display_override.set(display)
     try:
         yield
@@ -268,8 +244,7 @@ def use_display(display: Display) -> Iterator[None]:
 
 
 def choose_display() -> Display:
-    """Return the display: that of ``use_display``, otherwise by LABKIT_PROGRESS and where this
-    process runs.
+    """Return the display of ``use_display``, otherwise that of LABKIT_PROGRESS or this process.
 
     Raises:
         ParameterError: LABKIT_PROGRESS has an unknown value.
@@ -279,15 +254,11 @@ def choose_display() -> Display:
     wanted = os.environ.get(ENV_PROGRESS) or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
     if wanted not in displays:
-        raise ParameterError(
-            f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit"
-            " choose"
-        )
+        rule = f"is none of {', '.join(displays)}; unset it to have labkit choose"
+        raise ParameterError(f"{ENV_PROGRESS}={wanted!r} {rule}")
     if wanted == "notebook" and not in_kernel():
-        raise ParameterError(
-            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text"
-            " or off"
-        )
+        rule = "draws in a Jupyter kernel, and this is none: set it to text or off"
+        raise ParameterError(f"{ENV_PROGRESS}={wanted!r} {rule}")
     return displays[wanted]()
 
 

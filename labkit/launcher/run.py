@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import platform
@@ -11,7 +12,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,34 +21,21 @@ from typing import Any, NoReturn, cast
 from labkit import config, program_source, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.launcher import (
-    failure,
-    network_namespace,
-    payload_pickling,
-    process,
-    resource_limits,
-    run_queue,
-)
+from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
 from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
+from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
+from labkit.runs import folder as folders
 from labkit.runs import private_files
-from labkit.runs.folder import (
-    IN_CHECKOUT,
-    ROOT,
-    RunFolder,
-    disk_problem,
-    read_json,
-    runs_folder,
-    write_json,
-)
+from labkit.runs.folder import ROOT, RunFolder, read_json, write_json
 from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
 from labkit.runs.verdict import finished_exit
 
 DEVICES = ("auto", "cpu", "cuda")
 RANKS_PER_CORE = 64
-# a file name may have 255 characters
+# A file name may have 255 characters.
 MAX_PROGRAM_NAME_CHARACTERS = 100
 
 
@@ -91,17 +79,9 @@ def run(
         HostLost: a host was lost or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = make_run_request(
-        program,
-        nproc=nproc,
-        device=device,
-        timeout_s=timeout_s,
-        warm=warm,
-        use=use,
-        hosts=hosts,
-        **params,
-    )
-    return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
+    where = {"nproc": nproc, "device": device, "hosts": hosts}
+    request = make_run_request(program, **where, timeout_s=timeout_s, warm=warm, use=use, **params)
+    return execute_request(request, b"" if use is None else payload_pickling.pack_payload(use))
 
 
 def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> RunResult:
@@ -126,9 +106,8 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
 
 def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
     """Run one of labkit's own programs with a payload of any Python values (session/payload.py)."""
-    return execute_request(
-        make_run_request(program, **arguments), payload_pickling.pack_payload(given)
-    )
+    request = make_run_request(program, **arguments)
+    return execute_request(request, payload_pickling.pack_payload(given))
 
 
 def sweep(
@@ -145,7 +124,7 @@ def sweep(
         ParameterError: an argument of any of the runs is wrong; nothing was started.
     """
     chosen = argument_combinations(over, fixed)
-    # all of them before the first run: a bad value must not cost an hour
+    # All of them before the first run: a bad value must not cost an hour.
     for one in chosen:
         make_run_request(program, **(fixed | one))
     return [run(program, **(fixed | one)) for one in chosen]
@@ -159,26 +138,19 @@ def argument_combinations(
     Raises:
         ParameterError: an argument is fixed as well, or its values are no list.
     """
-    twice = sorted(set(over) & set(fixed))
-    if twice:
-        raise ParameterError(
-            f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out"
-        )
+    if twice := ", ".join(sorted(set(over) & set(fixed))):
+        raise ParameterError(f"{twice}: given both in over= and as a fixed value; leave one out")
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
-            raise ParameterError(
-                f"over: {name} = {each!r} is no list of values to take: "
-                f"give [{each!r}], or leave it out"
-            )
+            fix = f"give [{each!r}], or leave it out"
+            raise ParameterError(f"over: {name} = {each!r} is no list of values to take: {fix}")
     values = [list(each) for each in over.values()]
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 @dataclass
 class RunRequest:
-    """A validated request; its fields are the keys of run.json, but for ``target`` (see
-    find_program).
-    """
+    """A validated request; its fields, except ``target`` (see find_program), go into run.json."""
 
     program: str
     program_path: str
@@ -197,6 +169,8 @@ class RunRequest:
         """Number of ranks on each host."""
         return self.nproc // max(1, len(self.hosts))
 
+    # A simulation overrides these: it starts only some ranks, by a program of its own.
+
     @property
     def title(self) -> str:
         """Name of the run in the progress display."""
@@ -204,7 +178,7 @@ class RunRequest:
 
     @property
     def active_ranks(self) -> list[int]:
-        """The ranks that are started; a simulation starts only some."""
+        """The ranks that are started."""
         return list(range(self.nproc))
 
     @property
@@ -233,14 +207,10 @@ def make_run_request(
     nproc = require_positive(
         "nproc", nproc, int, "not a number of ranks: give an int of at least 1"
     )
-    timeout_s = require_positive(
-        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
-    )
     cores = len(requirements.usable_cores())
-    if nproc > RANKS_PER_CORE * cores:
-        limit = (
-            f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
-        )
+    most = RANKS_PER_CORE * cores
+    if nproc > most:
+        limit = f"{RANKS_PER_CORE} for each of {cores} cores = {most} is the limit"
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
     if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
@@ -252,27 +222,33 @@ def make_run_request(
             f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it"
         )
     nproc *= max(1, len(places))
+    fields = validate_program(program, params, nproc, timeout_s, warm, use)
+    return RunRequest(device=device, hosts=places, **fields)
+
+
+def validate_program(
+    program: str | Path, params: Mapping[str, Any], nproc: int, timeout_s: Any, warm: Any, use: Any
+) -> dict[str, Any]:
+    """Validate what runs and simulations have in common; return those fields of the request."""
+    timeout_s = require_positive(
+        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
+    )
     path, target = find_program(program)
     if use is not None:
-        payload_pickling.validate_replacements(
-            use, program_source.read_replaceable(path), path.stem
-        )
-    sources = {
-        name: payload_pickling.function_source(function) for name, function in (use or {}).items()
+        replaceable = program_source.read_replaceable(path)
+        payload_pickling.validate_replacements(use, replaceable, path.stem)
+    every, given = resolve_params(path, params, nproc)
+    return {
+        "program": path.stem,
+        "program_path": str(path),
+        "target": target,
+        "params": every,
+        "given_params": given,
+        "nproc": nproc,
+        "timeout_s": timeout_s,
+        "warm": choose_warm_start(warm),
+        "use": {name: payload_pickling.function_source(each) for name, each in (use or {}).items()},
     }
-    resolved = resolve_params(path, params, nproc)
-    return RunRequest(
-        path.stem,
-        str(path),
-        target,
-        *resolved,
-        nproc,
-        device,
-        timeout_s,
-        choose_warm_start(warm),
-        sources,
-        places,
-    )
 
 
 def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
@@ -286,49 +262,48 @@ def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     return number
 
 
-def execute_request(plan: RunRequest, given: bytes) -> RunResult:
-    """Run a validated request when it reaches the front of the queue; ranks receive ``given``."""
+def execute_request(request: RunRequest, given: bytes) -> RunResult:
+    """Run a request when it reaches the front of the queue; the ranks receive ``given``."""
     display = choose_display()
 
     def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.show_wait_reason(
-            f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)"
-        )
+        wait = f"waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)"
+        display.show_wait_reason(f"{request.program}: {wait}")
 
     with resource_limits.explain_shortage():
-        _refuse_unusable_machine(plan)
-        # Other machines do the work.
-        if plan.hosts:
-            need = run_queue.ResourceNeeds.for_run(0, "cpu")
-        else:
-            need = run_queue.ResourceNeeds.for_run(len(plan.active_ranks), plan.device)
-        with run_queue.wait_for_turn(need, show_queue_position):
-            return _execute_now(plan, given, display)
+        _refuse_unusable_machine(request)
+        need = ResourceNeeds.for_run(len(request.active_ranks), request.device)
+        if request.hosts:
+            # Other machines do the work.
+            need = ResourceNeeds(cores=0, memory_bytes=0, uses_gpus=False)
+        with wait_for_turn(need, show_queue_position):
+            return _execute_now(request, given, display)
 
 
-def _refuse_unusable_machine(plan: RunRequest) -> None:
+def _refuse_unusable_machine(request: RunRequest) -> None:
     """Raise LabError for conditions that would otherwise make the run fail late and obscurely."""
     try:
         os.getcwd()
     except FileNotFoundError:
         what = "the current folder was deleted, and PyTorch cannot be loaded from there"
         raise LabError(f"{what}: go to another (cd, os.chdir), or restart the kernel") from None
-    if not plan.hosts and (problem := requirements.loopback_problem()):
+    if not request.hosts and (problem := requirements.loopback_problem()):
         raise LabError(
             f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}"
         )
 
 
-def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
-    info = initial_run_info(plan)
+def _execute_now(request: RunRequest, given: bytes, display: Display) -> RunResult:
+    info = initial_run_info(request)
     folder = make_run_folder(info, given)
-    progress = RunMonitor(folder, plan.title, plan.active_ranks, display)
+    progress = RunMonitor(folder, request.title, request.active_ranks, display)
     started = time.monotonic()
     try:
-        with fork_server_manager.server_for_run(False if plan.hosts else plan.warm) as parent:
+        warm = False if request.hosts else request.warm
+        with fork_server_manager.server_for_run(warm) as fork_server:
             started = progress.state.start_time_s = time.monotonic()
-            _run_ranks(plan, folder, progress, parent, info)
+            _run_ranks(request, folder, progress, fork_server, info)
         info["exit"] = finished_exit(folder)
     except BaseException as error:
         info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
@@ -339,21 +314,20 @@ def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
     else:
         write_run_end(info, folder, started)
     finally:
-        # last: a reader of the display may keep it waiting
+        # Last, because a reader of the display may keep it waiting.
         progress.close(info["exit"])
     return load(folder.path)
 
 
-def initial_run_info(plan: RunRequest) -> dict[str, Any]:
+def initial_run_info(request: RunRequest) -> dict[str, Any]:
     """Return the contents of run.json before the start."""
+    versions = [found.version for found in metadata.distributions(name="labkit")]
     return {
         "version": FORMAT_VERSION,
-        **asdict(plan),
-        "hosts": [host.name for host in plan.hosts],
+        **asdict(request),
+        "hosts": [host.name for host in request.hosts],
         "python": platform.python_version(),
-        "labkit": next(
-            (found.version for found in metadata.distributions(name="labkit")), "unknown"
-        ),
+        "labkit": next(iter(versions), "unknown"),
         "start": timestamp_now(),
         "exit": "running",
     }
@@ -374,9 +348,9 @@ def find_program(program: str | Path) -> tuple[Path, str]:
         return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
-        names = ", ".join(found)
         raise ParameterError(
-            f"no program is called {str(program)!r}. Give the path of a .py file or one of: {names}"
+            f"no program is called {str(program)!r}. Give the path of a .py file or one of:"
+            f" {', '.join(found)}"
         )
     return found[str(program)], f"launch.{program}"
 
@@ -386,15 +360,14 @@ def resolve_params(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all parameters of the program by name, and the subset that the caller gave."""
     config_class = config.read_config(path)
+    names = ", ".join(params)
     if config_class is None:
         if params:
-            raise ParameterError(
-                f"{path.stem} has no class Config, so it takes no parameters: "
-                f"omit {', '.join(params)}"
-            )
+            what = f"{path.stem} has no class Config, so it takes no parameters"
+            raise ParameterError(f"{what}: omit {names}")
         return {}, {}
     if params and not config_class.is_loaded:
-        what = f"{path.stem} never reads its Config, so {', '.join(params)} would change nothing"
+        what = f"{path.stem} never reads its Config, so {names} would change nothing"
         raise ParameterError(
             f"{what}: call rank.run_main(main, Config), or rank.load_config(Config)"
         )
@@ -407,21 +380,19 @@ def resolve_params(
 
 def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
     """Create the folder of a run with its run.json; raise LabError if that is impossible."""
-    parent = runs_folder()
+    parent = folders.runs_folder()
     folder = RunFolder(parent / (name or make_run_name(info["program"])))
     try:
         private_files.make_private_folder(parent)
-        if problem := disk_problem(parent):
+        if problem := folders.disk_problem(parent):
             raise LabError(problem)
         folder.path.mkdir(mode=private_files.FOLDER_MODE)
         write_json(folder.run_json, info)
         if given:
             folder.write_payload(given)
     except OSError as error:
-        fix = (
-            resource_limits.shortage_fix(str(error))
-            or "set LABKIT_RUNS to a folder that can be written"
-        )
+        shortage = resource_limits.shortage_fix(str(error))
+        fix = shortage or "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error
     return folder
 
@@ -435,102 +406,40 @@ def make_run_name(program: str) -> str:
 def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
     """Complete run.json; raise LabError if it cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
-    # Loading the run reports this error, with the file's name.
+    # A broken file is reported with its name when the run is loaded.
     with contextlib.suppress(RecordError):
-        info |= {
-            "session": read_json(folder.session_json),
-            "verdict": read_json(folder.verdict_json),
-        }
+        session, verdict = read_json(folder.session_json), read_json(folder.verdict_json)
+        info |= {"session": session, "verdict": verdict}
     try:
-        write_json(folder.run_json, info)
-    except OSError as error:
-        if not folder.path.is_dir():
-            raise _folder_lost_error(folder) from error
-        # On a full disk this makes room for the end of the record.
-        folder.remove_pids(info["nproc"])
         try:
             write_json(folder.run_json, info)
         except OSError:
-            raise _folder_lost_error(folder) from error
+            # On a full disk this makes room for the end of the record.
+            folder.remove_pids(info["nproc"])
+            write_json(folder.run_json, info)
+    except OSError as error:
+        raise _folder_lost_error(folder) from error
 
 
 def _folder_lost_error(folder: RunFolder) -> LabError:
     if not folder.path.is_dir():
         what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
-        return LabError(
-            f"{what}: delete a run's folder only after its end, and not from its program"
-        )
-    return LabError(
-        disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again"
-    )
+        fix = "delete a run's folder only after its end, and not from its program"
+        return LabError(f"{what}: {fix}")
+    problem = folders.disk_problem(folder.path)
+    return LabError(problem or f"cannot write to {folder.path}: make it writable again")
 
 
 def _run_ranks(
-    plan: RunRequest,
+    request: RunRequest,
     folder: RunFolder,
     progress: RunMonitor,
-    parent: ForkServer | None,
+    fork_server: ForkServer | None,
     info: dict[str, Any],
 ) -> None:
     """Start the ranks, wait for them and raise the first failure; leave no process behind."""
-    with _launch_processes(_make_backend(plan, folder, parent), folder) as backend:
-        # git is asked while the ranks start, so that it costs no time
-        info |= {"warm": backend.is_warm, "git_revision": git_revision()}
-        status = _watch_backend(backend, folder, plan, progress)
-    if not folder.path.is_dir():
-        raise _folder_lost_error(folder)
-    if status != 0:
-        raise failure.first_failure(folder, status)
-
-
-def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None) -> Backend:
-    if plan.hosts:
-        request = {
-            "target": plan.target,
-            "params": plan.params,
-            "nproc": plan.local_world_size,
-            "device": plan.device,
-        }
-        return cast(Backend, load_cluster().MultiHostBackend(folder, plan.hosts, request))
-    nproc = len(plan.active_ranks)
-    environment = process.rank_environment(folder, nproc, plan.device) | plan.extra_environment
-    return LocalBackend(folder, *plan.worker_command, nproc, environment, parent)
-
-
-@contextlib.contextmanager
-def _launch_processes(backend: Backend, folder: RunFolder) -> Iterator[Backend]:
-    """Start the ranks; on exit, kill every process of the run.
-
-    Raises:
-        LabError: a process cannot be killed.
-    """
+    backend = _make_backend(request, folder, fork_server)
     immortal: list[int] = []
-    try:
-        backend.start()
-        yield backend
-    finally:
-        _run_uninterrupted(lambda: immortal.extend(backend.stop()))
-        folder.remove_torchrun_files()
-    if immortal:
-        what = f"processes {immortal} of {folder.path} did not die of SIGKILL"
-        raise LabError(f"{what}: they wait for a device; restart the machine")
-
-
-def _run_uninterrupted(work: Callable[[], None]) -> None:
-    """Call ``work`` in a thread, out of reach of a second KeyboardInterrupt."""
-    thread = threading.Thread(target=work)
-    try:
-        thread.start()
-    except RuntimeError:
-        work()
-    else:
-        thread.join()
-
-
-def _watch_backend(
-    backend: Backend, folder: RunFolder, plan: RunRequest, progress: RunMonitor
-) -> int:
-    """Wait for the ranks while showing progress; return torchrun's exit status."""
 
     def has_failed() -> bool:
         progress.update()
@@ -540,12 +449,52 @@ def _watch_backend(
         return bool(failure.read_rank_errors(folder))
 
     def raise_timeout() -> NoReturn:
-        stacks = backend.stacks(plan.active_ranks)
-        logs = {rank: folder.log(rank) for rank in plan.active_ranks}
-        outputs = {rank: failure.read_tail(log, lines=100_000) for rank, log in logs.items()}
-        raise RunTimedOut(plan.timeout_s, stacks, outputs)
+        stacks = backend.stacks(request.active_ranks)
+        raise failure.make_timeout(folder, request.timeout_s, stacks)
 
-    return watch_ranks(backend.wait, has_failed, timeout_s=plan.timeout_s, on_timeout=raise_timeout)
+    try:
+        backend.start()
+        # git is asked while the ranks start, so that it costs no time.
+        info |= {"warm": backend.is_warm, "git_revision": git_revision()}
+        status = watch_ranks(
+            backend.wait, has_failed, timeout_s=request.timeout_s, on_timeout=raise_timeout
+        )
+    finally:
+        _run_uninterrupted(lambda: immortal.extend(backend.stop()))
+        folder.remove_torchrun_files()
+    if immortal:
+        what = f"processes {immortal} of {folder.path} did not die of SIGKILL"
+        raise LabError(f"{what}: they wait for a device; restart the machine")
+    if not folder.path.is_dir():
+        raise _folder_lost_error(folder)
+    if status != 0:
+        raise failure.first_failure(folder, status)
+
+
+def _make_backend(
+    request: RunRequest, folder: RunFolder, fork_server: ForkServer | None
+) -> Backend:
+    if request.hosts:
+        wanted = {name: getattr(request, name) for name in ("target", "params", "device")}
+        wanted["nproc"] = request.local_world_size
+        return cast(Backend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
+    nproc = len(request.active_ranks)
+    environment = process.rank_environment(folder, nproc, request.device)
+    environment |= request.extra_environment
+    how = *request.worker_command, nproc, environment, fork_server
+    return LocalBackend(folder, functools.partial(process.start_torchrun, folder, *how))
+
+
+def _run_uninterrupted(work: Callable[[], None]) -> None:
+    """Call ``work`` in a thread, out of reach of a second KeyboardInterrupt."""
+    thread = threading.Thread(target=work)
+    try:
+        thread.start()
+    except RuntimeError:
+        # The system allows no more threads.
+        work()
+    else:
+        thread.join()
 
 
 def exit_label(error: BaseException) -> str:
@@ -557,13 +506,12 @@ def exit_label(error: BaseException) -> str:
 
 def git_revision() -> str | None:
     """Return the commit of labkit's checkout, or None if it is not one."""
-    # The current folder is another repository, in whose environment labkit is installed.
-    if not IN_CHECKOUT:
+    # An installed labkit may lie in the environment of another repository.
+    if not folders.IN_CHECKOUT:
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
+    return told.stdout.strip()

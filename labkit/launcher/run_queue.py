@@ -1,5 +1,4 @@
-"""Runs on one machine take turns, whichever process starts them: as many at a time as cores and
-memory allow.
+"""Runs on one machine take turns, whichever process starts them, as cores and memory allow.
 
 There is no server. Every run has a ticket, a file that it keeps locked, in a folder that all
 processes of this user share and no other user can enter; the lock ends with the process. Tickets
@@ -11,10 +10,11 @@ import contextlib
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO
 
 import psutil
 
@@ -28,16 +28,14 @@ POLL_PERIOD_S = 0.05
 RANK_BYTES = 400 * 2**20
 """What a rank of the labs takes, or a little more: torch, and a small model."""
 
+_locks: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+# A fork of this process would keep the tickets locked after its end.
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _locks])
+
 
 @dataclass(frozen=True)
 class ResourceNeeds:
-    """The resources that a run needs.
-
-    Attributes:
-        cores: one for each rank, but no more than there are.
-        memory_bytes: bytes of memory.
-        uses_gpus: whether it may use GPUs, which it then has to itself.
-    """
+    """The resources that a run needs; GPUs it has to itself."""
 
     cores: int
     memory_bytes: int
@@ -45,7 +43,7 @@ class ResourceNeeds:
 
     @classmethod
     def for_run(cls, nproc: int, device: str) -> "ResourceNeeds":
-        """Return the needs of a run on this many ranks."""
+        """Return the needs of a run on this many ranks, at most all cores."""
         gpus = device != "cpu" and Path("/dev/nvidiactl").exists()
         return cls(min(nproc, len(requirements.usable_cores())), nproc * RANK_BYTES, gpus)
 
@@ -53,8 +51,6 @@ class ResourceNeeds:
 @contextlib.contextmanager
 def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[None]:
     """Wait until the machine has the resources for a run, and reserve them inside the block.
-
-    A run within a run does not wait: the outer one has reserved them.
 
     Args:
         need: what the run needs.
@@ -69,6 +65,7 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
         raise ParameterError(
             f"{ENV_QUEUE}={switch!r} is neither 0 (do not wait for other runs) nor 1; unset it"
         )
+    # A run within a run does not wait: the outer one has reserved the resources.
     if switch == "0" or ENV_RUN_FOLDER in os.environ:
         yield
         return
@@ -77,7 +74,8 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
         while before := ticket.count_runs_ahead():
             tell(before)
             time.sleep(POLL_PERIOD_S)
-            if not ticket.path.exists():  # someone cleaned up
+            # Someone may have cleaned up the folder.
+            if not ticket.path.exists():
                 ticket.release()
                 ticket = _create_ticket(need)
         yield
@@ -86,42 +84,29 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
 
 
 class Ticket:
-    """A place in the queue. Its file's name holds number, cores, GPUs, process, and whether it is
-    running.
-    """
-
-    lock_files: ClassVar[set[IO[bytes]]] = set()
-    """The locked files of this process."""
+    """A place in the queue: a locked file named number-cores-gpus-process-state."""
 
     def __init__(self, folder: Path, number: int, need: ResourceNeeds):
-        self.folder, self.need = folder, need
-        self.path = (
-            folder / f"{number:08d}-{need.cores}-{int(need.uses_gpus)}-{os.getpid()}-waiting"
-        )
+        self.need = need
+        name = f"{number:08d}-{need.cores}-{int(need.uses_gpus)}-{os.getpid()}-waiting"
+        self.path = folder / name
         self._lock: IO[bytes] = private_files.open_file(self.path, "wb")
-        Ticket.lock_files.add(self._lock)
+        _locks.add(self._lock)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def count_runs_ahead(self) -> int:
-        """Return how many runs this one must wait for; at 0 it has its turn, and keeps it until
-        ``release``.
-        """
-        with _lock_queue(self.folder):
-            if not self.path.exists():  # someone cleaned up
+        """Return how many runs this one must wait for; at 0 it has its turn until ``release``."""
+        with _lock_queue() as folder:
+            if not self.path.exists():
                 return 1
-            others = [path for path in live_tickets(self.folder) if path != self.path]
-            earlier = [
-                path
-                for path in others
-                if path.name.endswith("waiting") and path.name < self.path.name
-            ]
-            waiting = [path for path in earlier if not _is_suspended(path)]
+            others = [path for path in live_tickets(folder) if path != self.path]
             running = [path for path in others if path.name.endswith("running")]
+            waiting = [path for path in others if path not in running and path < self.path]
+            waiting = [path for path in waiting if not _is_suspended(path)]
             if waiting or (running and not self._has_room_beside(running)):
                 return len(waiting) + len(running)
-            self.path = self.path.rename(
-                self.path.with_name(self.path.name.replace("waiting", "running"))
-            )
+            name = self.path.name.replace("waiting", "running")
+            self.path = self.path.rename(self.path.with_name(name))
             return 0
 
     def _has_room_beside(self, running: list[Path]) -> bool:
@@ -134,69 +119,44 @@ class Ticket:
     def release(self) -> None:
         """Give up the place."""
         self.path.unlink(missing_ok=True)
-        Ticket.lock_files.discard(self._lock)
         self._lock.close()
 
 
-def _close_locks_in_fork() -> None:
-    """Close the inherited files in a fork of this process, which would otherwise keep them
-    locked.
-    """
-    for lock in Ticket.lock_files:
-        lock.close()
-    Ticket.lock_files.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks_in_fork)
-
-
 def _is_suspended(path: Path) -> bool:
-    """Tell whether a ticket's process is suspended (Ctrl-Z), so that those behind it need not
-    wait.
-    """
+    # Behind a process that is suspended (Ctrl-Z) the others need not wait.
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(int(path.name.split("-")[3])).status() == psutil.STATUS_STOPPED)
     return False
 
 
 def _create_ticket(need: ResourceNeeds) -> Ticket:
-    with _explain_os_errors():
-        folder = private_files.per_user_folder(
-            f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", "")
-        )
-    with _lock_queue(folder):
+    with _lock_queue() as folder:
         numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKET_PATTERN)]
         return Ticket(folder, max(numbers, default=0) + 1, need)
 
 
 def live_tickets(folder: Path) -> list[Path]:
-    """Return all tickets whose process is alive, and remove the others."""
+    """Return all tickets whose process is alive, in order, and remove the others."""
     alive = []
     for path in sorted(folder.glob(TICKET_PATTERN)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
             except BlockingIOError:
                 alive.append(path)
-            else:
-                path.unlink()
     return alive
 
 
 @contextlib.contextmanager
-def _lock_queue(folder: Path) -> Iterator[None]:
-    """Let one process in at a time; the folder is created if necessary."""
-    with _explain_os_errors():
-        private_files.make_own_folder(folder)
-        with private_files.lock_file(folder / "lock"):
-            yield
-
-
-@contextlib.contextmanager
-def _explain_os_errors() -> Iterator[None]:
-    """Turn an OSError into a LabError that names the file and the fix."""
+def _lock_queue() -> Iterator[Path]:
+    """Let one process in at a time; yield the folder of the tickets."""
     try:
-        yield
+        folder = private_files.per_user_folder(
+            f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", "")
+        )
+        with private_files.lock_file(folder / "lock"):
+            yield folder
     except OSError as error:
         raise LabError(
             f"no queue: {error.filename}: {error.strerror}; mend it, or set {ENV_QUEUE}=0"

@@ -1,13 +1,11 @@
-"""torchrun as the process of one run: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``,
-started by process.start.
+"""torchrun as the process of one run: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``.
 
-torch's own torchrun runs here unchanged, with four additions. The run ends when the notebook's
-process is gone, for whatever reason (torchrun alone would continue); no process that a rank has
-started outlives it; the exit of each failed rank is written to exit.json; and the rendezvous is
-immediate (rendezvous_handlers.py). Two things are faster: once a rank has failed, the others have
-two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from this process, which has
-imported torch and the program's other modules, instead of each starting Python and importing them
-again. This process is itself a fork of the fork server (fork_server.py), if there is one.
+torch's own torchrun runs here with four additions: the run ends when the notebook's process is
+gone, for whatever reason (torchrun alone would continue); no process that a rank has started
+outlives it; the exit of each failed rank is written to exit.json; and the rendezvous is immediate
+(rendezvous_handlers.py). Two things are faster: once a rank has failed, the others have two seconds
+to obey SIGTERM, not thirty; and on Linux ranks are forked from this process, which has imported
+torch already. This process is itself a fork of the fork server (fork_server.py), if there is one.
 """
 
 import ast
@@ -23,31 +21,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from labkit import torch_private
 from labkit.environment import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID
 from labkit.launcher import network_namespace, process, worker
-from labkit.runs.folder import (
-    RunFolder,
-    rank_of_process,
-    write_json,
-)
-from labkit.session.process_exit import reset_exit_handlers
+from labkit.runs.folder import RunFolder, rank_of_process, write_json
+from labkit.session.process_exit import print_error_and_status, reset_exit_handlers
 
 PR_SET_CHILD_SUBREAPER = 36
 NOTEBOOK_POLL_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
 POLL_PERIOD_S, FORK_POLL_PERIOD_S = 0.05, 0.001
-WORKER_MODULE = "labkit.launcher.worker"
 
 
 def main() -> None:
     """Run torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
-    _adopt_orphans()
+    if sys.platform == "linux":
+        # Adopt processes of this run whose own parent ends: one that was started with an empty
+        # environment, in a session of its own, leaves no other trace.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # This must happen before there is a second thread.
     if process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested():
         network_namespace.enter_namespace()
@@ -55,38 +51,35 @@ def main() -> None:
     os.environ[ENV_TORCHRUN_PID] = str(os.getpid())
     try:
         status = _run_torchrun(folder, sys.argv[2:])
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        status = 1
-        # The disk of the log is full.
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-    # gone a moment ago, and the watch has not seen it or not finished
+    except BaseException as error:
+        status = print_error_and_status(error)
+    # The notebook may have gone a moment ago, and the watching thread has not finished.
     if _is_notebook_gone() or _has_children():
-        process.kill_run_processes(folder.path, os.getpid(), os.environ.get(ENV_HOST_INDEX))
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _kill_run(folder)
     # Tearing torch down takes Python 0.4 s, and there is nothing left to do.
     os._exit(status)
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of processes in this run whose own parent ends, so that they can be found
-    in any session. Linux only.
+def _watch_notebook(folder: RunFolder) -> None:
+    while not _is_notebook_gone():
+        time.sleep(NOTEBOOK_POLL_PERIOD_S)
+    try:
+        _kill_run(folder)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    A program that starts a process with an empty environment, in a session of its own, leaves no
-    other trace of it.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+def _is_notebook_gone() -> bool:
+    # The process that started this one has ended if another one is the parent now.
+    return os.getppid() != int(os.environ[ENV_NOTEBOOK_PID])
+
+
+def _kill_run(folder: RunFolder) -> None:
+    process.kill_run_processes(folder.path, os.getpid(), os.environ.get(ENV_HOST_INDEX))
 
 
 def _has_children() -> bool:
-    """Tell whether a child process is left after the ranks have ended, and collect those that have
-    ended.
-    """
+    """Tell whether child processes are left; collect those that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -95,23 +88,17 @@ def _has_children() -> bool:
 
 
 def can_fork() -> bool:
-    """Tell whether ranks can be forked from this process. Otherwise each starts a Python of its
-    own.
-
-    CUDA does not survive a fork; it is unused as long as this process has no file of the driver
-    open. Outside Linux the systems' own libraries do not survive a fork, which can then crash
-    (Python's own default there is spawn).
-    """
-    return sys.platform == "linux" and not any(
-        name.startswith("/dev/nvidia") for name in _list_open_files()
-    )
-
-
-def _list_open_files() -> Iterator[str]:
+    """Tell whether ranks can be forked from this process; otherwise each starts its own Python."""
+    # Outside Linux the systems' own libraries do not survive a fork, which can then crash.
+    if sys.platform != "linux":
+        return False
+    # CUDA does not survive a fork. It is unused while no file of the driver is open.
     for number in os.listdir("/proc/self/fd"):
-        # The descriptor that listdir() itself had opened.
+        # listdir() has closed the descriptor that it had opened.
         with contextlib.suppress(OSError):
-            yield os.readlink(f"/proc/self/fd/{number}")
+            if os.readlink(f"/proc/self/fd/{number}").startswith("/dev/nvidia"):
+                return False
+    return True
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
@@ -119,10 +106,11 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     # Importing takes a second, so the watch begins first.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    from labkit.launcher import rendezvous_handlers
-
-    rendezvous_handlers.register_handlers()
+    backend = arguments[arguments.index("--rdzv-backend") + 1]
+    handlers = importlib.import_module(backend)
+    rendezvous_handler_registry.register(backend, handlers.create_handler)
     _limit_shutdown_time()
     _fork_ranks()
     if can_fork():
@@ -133,33 +121,26 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
         failures = [_failure_entry(rank, failed) for rank, failed in error.failures.items()]
-        write_json(
-            folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0"))), {"failures": failures}
-        )
+        exit_json = folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0")))
+        write_json(exit_json, {"failures": failures})
         return 1
     return 0
 
 
 def _import_for_ranks(arguments: list[str]) -> None:
-    """Import the program's modules of torch and labkit, once for all ranks of this host instead of
-    in each.
-    """
+    """Import the program's modules of torch and labkit once, instead of in each rank."""
     # torchrun and the ranks report what is wrong.
     with contextlib.suppress(Exception):
-        program = arguments[arguments.index(WORKER_MODULE) + 1]
+        program = arguments[arguments.index(worker.__name__) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
         for name in list_imports(Path(spec.origin if spec and spec.origin else program)):
-            # The name is a function inside a module.
+            # The name may be a function inside a module.
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name)
 
 
 def list_imports(program: Path) -> list[str]:
-    """List the modules of torch and labkit that a program imports at its top level, and names that
-    may be modules.
-
-    A program that passes ``track=`` to ``session.steps`` has its memory followed, so its list
-    includes the tracker.
+    """List the modules of torch and labkit that a program's top level imports, or may import.
 
     Raises:
         OSError, SyntaxError: the program cannot be read.
@@ -170,33 +151,28 @@ def list_imports(program: Path) -> list[str]:
         if isinstance(statement, ast.Import):
             names += (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            names += (
-                statement.module,
-                *(f"{statement.module}.{each.name}" for each in statement.names),
-            )
+            names.append(statement.module)
+            # A name that is imported from a package may be a module.
+            names += (f"{statement.module}.{each.name}" for each in statement.names)
+    # session.steps(track=…) follows the memory.
     if any(isinstance(node, ast.keyword) and node.arg == "track" for node in ast.walk(tree)):
         names.append(torch_private.MEMORY_TRACKER_MODULE)
     return [name for name in names if name.startswith(("torch.", "labkit."))]
 
 
 def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
-    """Return torchrun's report of one failed rank; ``signal`` is "" for a rank that exited by
-    itself.
-    """
-    name = signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else ""
     return {
         "rank": rank_of_process(rank),
         "pid": failed.pid,
         "exitcode": failed.exitcode,
-        "signal": name,
+        "signal": signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else "",
         "time": failed.timestamp,
     }
 
 
 def _limit_shutdown_time() -> None:
-    """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not apply after a
-    failure.
-    """
+    """Give ranks two seconds to obey SIGTERM."""
+    # torchrun's own --shutdown-timeout does not apply after a failure.
     close = torch_private.get("PContext.close")
 
     def close_with_limit(
@@ -208,26 +184,22 @@ def _limit_shutdown_time() -> None:
 
 
 def _fork_ranks() -> None:
-    """Let torchrun fork this process for each rank. Importing torch takes most of the time before a
-    rank runs.
-
-    torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for
-    every rank's return value: a rank that leaves with os._exit(0) hangs the run, and of several
-    failures it reports one.
-    """
-    start_anew = torch_private.get("SubprocessHandler._popen")
+    """Let torchrun fork this process for each rank."""
+    # torch has a public start_method="fork" (elastic_launch with a function), but its agent waits
+    # for every rank's return value: a rank that leaves with os._exit(0) hangs the run, and of
+    # several failures it reports one.
+    start_new_python = torch_private.get("SubprocessHandler._popen")
 
     def fork_rank(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
         if can_fork():
-            return RankProcess(command[command.index(WORKER_MODULE) + 1 :], env)
-        return start_anew(handler, command, env)
+            return RankProcess(command[command.index(worker.__name__) + 1 :], env)
+        return start_new_python(handler, command, env)
 
     torch_private.replace("SubprocessHandler._popen", fork_rank)
 
 
 class RankProcess:
-    """A forked rank, with the part of subprocess.Popen that torchrun uses: ``pid``, ``returncode``,
-    poll and wait.
+    """A forked rank, with the part of subprocess.Popen that torchrun uses.
 
     torchrun polls its ranks in turn, again and again. Here a poll waits until any rank ends, so
     that torchrun notices at once, and takes no time from the ranks until then.
@@ -236,10 +208,8 @@ class RankProcess:
     pidfds: ClassVar[dict[int, int]] = {}
     """A file descriptor that becomes readable when the rank ends, by process id."""
 
-    def __init__(self, arguments: tuple[str, ...], env: dict[str, str]):
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]):
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             _run_as_rank(arguments, env)
@@ -248,13 +218,12 @@ class RankProcess:
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
-            select.select(
-                [*RankProcess.pidfds.values()], [], [], POLL_PERIOD_S / len(RankProcess.pidfds)
-            )
+            pidfds = RankProcess.pidfds
+            select.select([*pidfds.values()], [], [], POLL_PERIOD_S / len(pidfds))
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(RankProcess.pidfds.pop(pid))
+                os.close(pidfds.pop(pid))
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -262,28 +231,20 @@ class RankProcess:
         begun = time.monotonic()
         while (status := self.poll()) is None:
             if timeout is not None and time.monotonic() - begun > timeout:
-                raise subprocess.TimeoutExpired(WORKER_MODULE, timeout)
+                raise subprocess.TimeoutExpired(worker.__name__, timeout)
         return status
 
 
-def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Do what Popen and a new Python would have done, then run the worker. Does not return."""
+@contextlib.contextmanager
+def become_new_process(arguments: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
+    """Do in a fork what Popen and a new Python would have done. The block must end the process."""
     try:
         os.setsid()
-        for descriptor in RankProcess.pidfds.values():
-            os.close(descriptor)
         reset_exit_handlers()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            # torchrun has its own handlers.
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(env)
-        _reseed_generators()
-        # PyTorch reads this variable when it is imported.
-        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
-        sys.argv = [WORKER_MODULE, *arguments]
-        worker.main()
+        sys.argv = [*arguments]
+        yield
     except BaseException:
         # This happened before the program began.
         traceback.print_exc()
@@ -291,27 +252,22 @@ def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         os._exit(1)
 
 
-def _reseed_generators() -> None:
-    """Seed the random generators, which a new Python would seed differently in every rank and
-    run.
-    """
-    random.seed()
-    sys.modules["numpy"].random.seed()
-    sys.modules["torch"].default_generator.seed()
-
-
-def _watch_notebook(folder: RunFolder) -> None:
-    while not _is_notebook_gone():
-        time.sleep(NOTEBOOK_POLL_PERIOD_S)
-    try:
-        process.kill_run_processes(folder.path, os.getpid(), os.environ.get(ENV_HOST_INDEX))
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _is_notebook_gone() -> bool:
-    """Tell whether the process that started this one has ended: the parent is then another."""
-    return os.getppid() != int(os.environ[ENV_NOTEBOOK_PID])
+def _run_as_rank(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    with become_new_process([worker.__name__, *arguments], env):
+        for descriptor in RankProcess.pidfds.values():
+            os.close(descriptor)
+        # torchrun has its own handlers.
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A new Python would seed its generators differently in every rank and run.
+        random.seed()
+        sys.modules["numpy"].random.seed()
+        torch = sys.modules["torch"]
+        torch.default_generator.seed()
+        # PyTorch reads this variable only when it is imported.
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        worker.main()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The notebook's side of warm starts: keeps a fork server (fork_server.py) ready, which forks
-torchrun for a run.
+"""Keep a fork server (fork_server.py) ready for warm starts; it forks torchrun for a run.
 
 The server imports for some seconds, in the background and never beside a measured run: a first run
 is a cold one, and the server pauses during it; a later run waits for the server. LABKIT_WARM=1
@@ -7,9 +6,11 @@ always waits.
 """
 
 import contextlib
+import glob
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -32,14 +33,13 @@ READY, PAUSE, RESUME, FORK = b"r", b"s", b"g", b"f"
 INT_STRUCT = struct.Struct("i")
 MAX_PATH_BYTES = 4096
 READY_TIMEOUT_S, FORK_TIMEOUT_S = 60.0, 10.0
+# All other environment variables arrive with the request.
 ENV_PREFIXES_AT_IMPORT = (
     *("PYTHON", "TORCH", "PYTORCH", "TRITON", "INDUCTOR", "CUDA", "NVIDIA", "CXX", "CC"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS", "DNNL", "ONEDNN", "ATEN_", "NUMPY", "NPY_"),
     *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR", "LOGLEVEL"),
 )
-"""How the environment variables begin that count when a process begins or imports torch. All others
-arrive anyway.
-"""
+"""Prefixes of the variables that count when a process begins or imports torch."""
 
 
 class ForkServerGone(Exception):
@@ -47,18 +47,14 @@ class ForkServerGone(Exception):
 
 
 class WarmTorchrun:
-    """A torchrun that the fork server forked, with the part of subprocess.Popen that labkit uses:
-    ``pid`` and ``wait``.
-    """
+    """A torchrun that the server forked, with the part of subprocess.Popen that labkit uses."""
 
     def __init__(self, answers: socket.socket, pid: int):
         self.pid, self._answers = pid, answers
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired after
-        ``timeout`` seconds.
-        """
+        """Return the exit status, negative for a signal; raise subprocess.TimeoutExpired."""
         if self._status is None:
             self._answers.settimeout(timeout)
             try:
@@ -66,7 +62,7 @@ class WarmTorchrun:
             except TimeoutError:
                 raise subprocess.TimeoutExpired("torchrun", timeout or 0) from None
             self._answers.close()
-            # without an answer the parent is gone, and torchrun goes with it
+            # Without an answer the server is gone, and torchrun goes with it.
             self._status = int(INT_STRUCT.unpack(answer)[0]) if answer else -signal.SIGKILL
         return self._status
 
@@ -78,19 +74,14 @@ class ForkServer:
         self.state = process_state()
         self._ready = False
         self._control, theirs = socket.socketpair()
-        ours = {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        }
-        # numpy makes as many threads as this says when it is imported; the ranks set their own
-        # number later
-        ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # It must come last, see fork_server.ProcessTag.
-        room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in (ENV_RUN_FOLDER, "MPLBACKEND")
-        }
+        env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        # numpy makes as many threads as this when it is imported; the ranks set their own number.
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        # With room for any path: fork_server.show_run_folder overwrites it. Last, because those who
+        # read /proc stop at its padding.
+        env.pop(ENV_RUN_FOLDER, None)
+        env[ENV_RUN_FOLDER] = "." * MAX_PATH_BYTES
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", *FORK_SERVER_ARGUMENTS, str(theirs.fileno())],
@@ -99,41 +90,27 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env=inherited | ours | room,
+                env=env,
             )
 
     def wait_until_ready(self, within_s: float) -> bool:
-        """Return whether it has imported everything by this time limit. Raises ForkServerGone if it
-        has ended.
-        """
-        if self.process.poll() is not None:
-            raise ForkServerGone
-        if not self._ready:
-            self._control.settimeout(within_s)
-            try:
+        """Return whether it has imported everything by this time limit."""
+        if not self._ready and select.select([self._control], [], [], within_s)[0]:
+            with contextlib.suppress(ConnectionError):
                 self._ready = self._control.recv(1) == READY
-            except (TimeoutError, BlockingIOError):
-                return False
-            except OSError:
-                raise ForkServerGone from None
-            if not self._ready:
-                raise ForkServerGone
-        return True
+        return self._ready
 
     def send_command(self, word: bytes, files: Sequence[int] = ()) -> None:
-        """Send it a command. Raises ForkServerGone if it has ended."""
-        self._control.settimeout(None)
-        try:
+        """Send it a command, which is lost if it has ended."""
+        with contextlib.suppress(OSError):
             socket.send_fds(self._control, [word], files)
-        except OSError:
-            raise ForkServerGone from None
 
     def fork(self, request: dict[str, Any]) -> WarmTorchrun:
-        """Let it fork torchrun. Raises ForkServerGone if it cannot."""
+        """Let it fork torchrun; raise ForkServerGone if it cannot."""
         ours, theirs = socket.socketpair()
         pid = 0
         with contextlib.ExitStack() as on_error:
-            # If this process is interrupted, the closed pipe tells the fork that nobody needs it.
+            # If this process is interrupted, the closed socket tells the fork to end.
             on_error.callback(ours.close)
             with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
                 json.dump(request, file)
@@ -142,7 +119,8 @@ class ForkServer:
                 self.send_command(FORK, [file.fileno(), theirs.fileno()])
             ours.settimeout(FORK_TIMEOUT_S)
             with contextlib.suppress(TimeoutError):
-                pid = INT_STRUCT.unpack(ours.recv(INT_STRUCT.size).ljust(INT_STRUCT.size, b"\0"))[0]
+                answer = ours.recv(INT_STRUCT.size).ljust(INT_STRUCT.size, b"\0")
+                (pid,) = INT_STRUCT.unpack(answer)
             if not pid:
                 self.process.kill()
                 self.process.wait()
@@ -157,9 +135,7 @@ class ForkServer:
 
 
 class ForkServerManager:
-    """Keeps a fork server for this process: starts it, replaces it, and pauses it beside a cold
-    run.
-    """
+    """Keeps this process's fork server: starts it, replaces it, pauses it beside a cold run."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -169,11 +145,12 @@ class ForkServerManager:
         self._is_first = True
 
     @contextlib.contextmanager
-    def server_for_run(self, wish: bool | None) -> Iterator[ForkServer | None]:
-        """Return the server for one run, or None for a cold start. ``wish`` as for
-        ``choose_warm_start``.
+    def server_for_run(self, choice: bool | None) -> Iterator[ForkServer | None]:
+        """Return the server for one run, or None for a cold start.
+
+        Args:
+            choice: what ``choose_warm_start`` returned.
         """
-        choice = choose_warm_start(wish)
         with self._lock:
             parent = self._server_if_ready(choice)
             self._is_first = False
@@ -184,23 +161,18 @@ class ForkServerManager:
             yield parent
         finally:
             with self._lock:
-                if not parent:
-                    self._cold_runs -= 1
+                self._cold_runs -= not parent
                 if not self._cold_runs:
                     self._send_command(RESUME)
-                    if choice is not False and not self._parent:
+                    if choice is not False:
                         self.start_in_background()
 
     def start_in_background(self) -> None:
-        """Start a server in the background, unless one is there that matches the present state of
-        this process.
-        """
+        """Start a server, unless there is one that matches the present state of this process."""
         with self._lock:
-            if sys.platform != "linux" or os.environ.get(ENV_WARM) == "0":
-                return
-            self._retire_if_stale()
-            if not self._parent:
-                self._parent = ForkServer()
+            if sys.platform == "linux" and os.environ.get(ENV_WARM) != "0":
+                self._retire_if_stale()
+                self._parent = self._parent or ForkServer()
 
     def forget_server(self) -> None:
         """Forget the server in a fork of this process: it belongs to the parent."""
@@ -212,36 +184,24 @@ class ForkServerManager:
         if choice is False:
             return None
         self._retire_if_stale()
+        # The first run of a kernel does not wait for the imports.
         wait = (choice or not self._is_first) and not self._cold_runs
         if wait and not self._parent:
             self._parent = ForkServer()
-        try:
-            return (
-                self._parent
-                if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0)
-                else None
-            )
-        except ForkServerGone:
-            self._retire_server()
-            return None
+        server, limit_s = self._parent, READY_TIMEOUT_S if wait else 0
+        return server if server and server.wait_until_ready(limit_s) else None
 
     def _send_command(self, word: bytes) -> None:
-        """Tell the server to pause, or to continue, what it does beside the runs."""
-        try:
-            if self._parent:
-                self._parent.send_command(word)
-        except ForkServerGone:
-            self._retire_server()
+        if self._parent:
+            self._parent.send_command(word)
 
     def _retire_if_stale(self) -> None:
-        if self._parent and self._parent.state != process_state():
-            self._retire_server()
-
-    def _retire_server(self) -> None:
-        if self._parent:
-            self._parent.close()
-            self._retired.append(self._parent)
-        self._parent = None
+        server = self._parent
+        if server and (server.process.poll() is not None or server.state != process_state()):
+            server.close()
+            self._retired.append(server)
+            self._parent = None
+        # poll() collects the exit status of those that have ended.
         self._retired = [each for each in self._retired if each.process.poll() is None]
 
 
@@ -272,41 +232,23 @@ def choose_warm_start(wish: bool | None) -> bool | None:
 
 
 def process_state() -> tuple[Any, ...]:
-    """Return what a Python started now would inherit. A server that started with another state must
-    not be used.
-    """
+    """Return what a Python started now would inherit; a server of another state is stale."""
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)
     }
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
-    limits = {
-        name: resource.getrlimit(getattr(resource, name))
-        for name in dir(resource)
-        if name.startswith("RLIMIT_")
-    }
-    process = requirements.usable_cores(), os.getpriority(os.PRIO_PROCESS, 0), _read_umask()
-    relative = not all(
-        map(os.path.isabs, os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep))
-    )
-    return variables, _source_mtimes(), installed, limits, process, os.getcwd() if relative else ""
-
-
-def _source_mtimes() -> dict[str, int]:
-    times = {}
-    for folder, _, names in os.walk(ROOT / "labkit"):
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            # An editor's lock file may be a link to nothing.
-            with contextlib.suppress(FileNotFoundError):
-                times[path] = os.stat(path).st_mtime_ns
-    return times
-
-
-def _read_umask() -> str:
-    """Return the umask as the system reports it: os.umask would change it for a moment, for all
-    threads.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((line for line in lines if line.startswith("Umask")), "")
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits = [resource.getrlimit(getattr(resource, name)) for name in names]
+    # os.umask would change the umask for a moment, for all threads, so the system is asked.
+    status = Path("/proc/self/status").read_text().splitlines()
+    umask = next((line for line in status if line.startswith("Umask")), "")
+    process = requirements.usable_cores(), os.getpriority(os.PRIO_PROCESS, 0), umask
+    # The working folder matters only where a relative path is searched.
+    paths = os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep)
+    folder = "" if all(map(os.path.isabs, paths)) else os.getcwd()
+    sources = glob.glob("labkit/**/*.py", root_dir=ROOT, recursive=True)
+    times = {path: os.stat(f"{ROOT}/{path}").st_mtime_ns for path in sources}
+    return variables, times, installed, limits, process, folder
 
 
 fork_server_manager = ForkServerManager()

@@ -34,17 +34,9 @@ from labkit.session.process_exit import exit_process, exit_status, print_error_a
 
 PR_SET_PDEATHSIG = 1
 CONNECTION_LOSS_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "connection aborted",
-    "broken pipe",
-    "socket closed",
-    "closed the connection",
-    "timed out waiting",
-    "wait timeout",
-    "remote process exited",
-    "nccl communicator was aborted",
+    *("connection closed by peer", "connection reset", "connection refused", "connection aborted"),
+    *("broken pipe", "socket closed", "closed the connection", "timed out waiting", "wait timeout"),
+    *("remote process exited", "nccl communicator was aborted"),
 )
 
 
@@ -54,14 +46,16 @@ def main() -> NoReturn:
     rank = rank_of_process(int(os.environ["RANK"]))
     folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
     os.environ["RANK"] = str(rank)
-    _redirect_output(folder.log(rank))
+    with private_files.open_file(folder.log(rank), "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     stacks = private_files.open_file(folder.stack(rank), "w")
     # Native crashes write the Python stacks there.
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if ENV_HOST_NAME in os.environ:
         write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
-    # last: a reader of this file may send SIGUSR1 at once
+    # Last, because a reader of this file may send SIGUSR1 at once.
     write_text(folder.pid(rank), str(os.getpid()))
     status = 1
     try:
@@ -76,19 +70,24 @@ def _run_to_exit_status(error_file: Path, rank: int) -> int:
         _refuse_smaller_world()
         run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
-        error.__traceback__ = _drop_launcher_frames(error.__traceback__)
+        # The leading frames are not the learner's code.
+        while error.__traceback__ and _is_launcher_frame(error.__traceback__.tb_frame):
+            error.__traceback__ = error.__traceback__.tb_next
         if exit_status(error):
-            # before it is printed: torchrun may end this rank between the two
+            # Before it is printed, because torchrun may end this rank between the two.
             _write_error_file(error_file, rank, error)
         return print_error_and_status(error)
     return 0
 
 
-def _refuse_smaller_world() -> None:
-    """Raise RuntimeError if torchrun formed a world smaller than the one requested.
+def _is_launcher_frame(frame: types.FrameType) -> bool:
+    # A module that runs the program itself hides its frames with a global ``__tracebackhide__``.
+    return frame.f_code.co_filename == __file__ or "__tracebackhide__" in frame.f_globals
 
-    Otherwise each host that cannot reach the others would train alone.
-    """
+
+def _refuse_smaller_world() -> None:
+    """Raise RuntimeError if torchrun formed a world smaller than the one requested."""
+    # Otherwise each host that cannot reach the others would train alone.
     world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(ENV_EXPECTED_WORLD_SIZE)
     if asked and asked != world_size:
         host = os.environ.get(ENV_HOST_NAME, "this host")
@@ -100,12 +99,11 @@ def _refuse_smaller_world() -> None:
 
 def is_echo(error: BaseException) -> bool:
     """Tell whether an exception looks like the consequence of another rank's failure."""
+    # torch is not imported here, so its class is known by name.
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    words = _error_text(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(
-        known in words for known in CONNECTION_LOSS_WORDS
-    )
+    words, kinds = _error_text(error).lower(), RuntimeError | OSError
+    return isinstance(error, kinds) and any(known in words for known in CONNECTION_LOSS_WORDS)
 
 
 def _die_with_torchrun() -> None:
@@ -113,24 +111,14 @@ def _die_with_torchrun() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # torchrun may have died before the request
+    # torchrun may have died before the request.
     if os.getppid() != int(os.environ.get(ENV_TORCHRUN_PID, os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _redirect_output(log: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with private_files.open_file(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
 def run_program(program: str, arguments: list[str]) -> None:
-    """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would.
-
-    Unlike with runpy, its module stays ``__main__`` to the end: exit functions and threads need it.
-    """
+    """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would."""
+    # Not with runpy: the module stays __main__ to the end, which exit functions and threads need.
     sys.argv = [program, *arguments]
     module = types.ModuleType("__main__")
     if program.endswith(".py"):
@@ -152,33 +140,31 @@ def run_program(program: str, arguments: list[str]) -> None:
 
 
 def _unload_shadowed_modules(folder: Path) -> None:
-    """Let the program import its own statistics.py rather than the one that torch has imported.
-
-    Modules that every rank needs stay: a torch.py beside the program is not PyTorch.
-    """
+    """Let the program import its own statistics.py rather than the one that torch has imported."""
+    # Modules that every rank needs stay: a torch.py beside the program is not PyTorch.
     own = {path.stem for path in folder.glob("*.py")}
     own |= {path.parent.name for path in folder.glob("*/__init__.py")}
     for name in own & sys.modules.keys() - {"__main__", "labkit", "numpy", "torch"}:
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = (spec and spec.origin) or ""
         if origin not in ("", "frozen", "built-in") and not Path(origin).is_relative_to(folder):
-            for each in list(sys.modules):
-                if each == name or each.startswith(f"{name}."):
-                    del sys.modules[each]
+            inside = [each for each in sys.modules if f"{each}.".startswith(f"{name}.")]
+            for each in inside:
+                del sys.modules[each]
 
 
 def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     ended = f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)
     content = {
         "rank": rank,
-        # several hosts compare times by the clock of the first
+        # Several hosts compare times by the clock of the first.
         "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),
         "exc_type": type(error).__name__,
         "message": shorten(ended),
         "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }
-    # the launcher notices a full disk or a deleted folder itself
+    # The launcher notices a full disk or a deleted folder itself.
     with contextlib.suppress(OSError):
         write_json(path, content)
 
@@ -189,19 +175,6 @@ def _error_text(error: BaseException) -> str:
     except BaseException as another:
         # The program's own code may raise anything.
         return f"(no text: its __str__ raises {type(another).__name__})"
-
-
-def _drop_launcher_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """Drop the leading frames of the launcher, which are not the learner's code.
-
-    A module that runs the program itself hides its frames with a global ``__tracebackhide__``.
-    """
-    while frames and (
-        frames.tb_frame.f_code.co_filename == __file__
-        or "__tracebackhide__" in frames.tb_frame.f_globals
-    ):
-        frames = frames.tb_next
-    return frames
 
 
 if __name__ == "__main__":
