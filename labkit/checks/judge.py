@@ -16,8 +16,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
@@ -105,6 +105,15 @@ def expect(ok: bool, seen: str, expected: object = "", hint: str = "") -> None:
     """Raise WrongAnswer unless ``ok``; ``expected`` is shown as text."""
     if not ok:
         raise WrongAnswer(seen, expected=str(expected), hint=hint)
+
+
+@contextmanager
+def expect_no_error(seen: str, expected: object = "", hint: str = "") -> Iterator[None]:
+    """Raise WrongAnswer if the block raises: what an answer returned cannot be read."""
+    try:
+        yield
+    except Exception:
+        raise WrongAnswer(seen, expected=str(expected), hint=hint) from None
 
 
 class NotAttempted(Exception):
@@ -317,3 +326,27 @@ def is_tensor_close(
     return got.shape == expected.shape and allclose(
         got.to(expected.dtype), expected, rtol=rtol, atol=atol
     )
+
+
+def are_tensors_close(
+    got: Sequence[Tensor | None],
+    expected: Sequence[Tensor],
+    *,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> bool:
+    """Tell whether these are as many tensors as expected, and each is close to its counterpart."""
+    return len(got) == len(expected) and all(
+        is_tensor_close(one, other, rtol=rtol, atol=atol)
+        for one, other in zip(got, expected, strict=True)
+    )
+
+
+def likely_mistake(
+    found: Any,
+    likely: Mapping[str, Any],
+    is_equal: Callable[[Any, Any], bool] = is_tensor_close,
+    otherwise: str = "",
+) -> str:
+    """Return the first key of ``likely`` whose value equals what was found, or ``otherwise``."""
+    return next((words for words, value in likely.items() if is_equal(found, value)), otherwise)
