@@ -23,7 +23,7 @@ from html import escape
 
 # NumPy's numbers are registered with these two.
 from numbers import Integral, Real
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 # Bound at import, because an answer may replace torch.allclose, and must not judge itself.
@@ -38,6 +38,7 @@ EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VAL
 # nbgrader sets it for the kernels of `autograde` and `validate`.
 ENV_NBGRADER = "NBGRADER_EXECUTION"
 Parameters = ParamSpec("Parameters")
+Words = TypeVar("Words", str, tuple[str, str])
 
 
 @dataclass(frozen=True)
@@ -183,12 +184,8 @@ def call_answer(
 ) -> Any:
     """Return the answer's result; raise NotAttempted for an empty one, WrongAnswer if it raises.
 
-    Args:
-        answer: the learner's function.
-        *args: its arguments.
-        in_words: the call as a learner reads it; by default, with all arguments.
-        hint: shown if the answer raises a RuntimeError.
-        **kwargs: more arguments.
+    ``in_words`` is the call as a learner reads it, by default with all arguments; ``hint`` is shown
+    if the answer raises a RuntimeError.
     """
     raise_if_not_attempted(answer)
     try:
@@ -229,7 +226,7 @@ def judge_values(
         found = call_answer(answer, in_words=in_words, **arguments)
         said = f"{in_words} gave {value_text(found)}"
         expect(isinstance(found, Real), f"{said}, not a number: does every path return?")
-        expect(is_number_close(found, expected, rel_tol), said, f"{expected:,}", hint)
+        expect(is_number_close(found, expected, rel_tol), said, value_text(expected), hint)
     return passing_verdict(f"{len(cases)} cases agree")
 
 
@@ -296,11 +293,20 @@ def are_tensors_close(
     )
 
 
+def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor:
+    """Return a tensor of the expected shape; ``got`` is one, or the name of another type."""
+    if not isinstance(got, Tensor):
+        said = f"the function returned {got}, not a tensor"
+        raise WrongAnswer(said, hint="Does every path return the tensor?")
+    expect(got.shape == expected.shape, f"the shape is {(*got.shape,)}", (*expected.shape,), hint)
+    return got
+
+
 def likely_mistake(
     found: Any,
-    likely: Mapping[str, Any],
-    is_equal: Callable[[Any, Any], bool] = is_tensor_close,
-    otherwise: str = "",
-) -> str:
-    """Return the first key of ``likely`` whose value equals what was found, or ``otherwise``."""
+    likely: Mapping[Words, Any],
+    is_equal: Callable[[Any, Any], bool],
+    otherwise: Words,
+) -> Words:
+    """Return the first words, or pair with a hint, whose value equals what was found."""
     return next((words for words, value in likely.items() if is_equal(found, value)), otherwise)

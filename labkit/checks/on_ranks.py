@@ -36,14 +36,15 @@ def judge_on_ranks(
     timeout_s: float,
     waiting: str,
     hints: Mapping[str, str] | None = None,
+    name_rank: bool = False,
     **setup: Any,
 ) -> list[dict[str, Any]]:
     """Run answers on CPU ranks, judge each rank's output in this process, and return the outputs.
 
     The module ``lab`` in checks/ranks calls ``run_answer(*answers, **setup)``; JSON has to hold
-    ``setup``. ``judge`` gets a rank's index and output; its WrongAnswer need not name the rank. If
-    ranks wait for each other the verdict asks ``waiting``; ``hints`` holds advice by a part of a
-    rank's error text.
+    ``setup``. ``judge`` gets a rank's index and output; ``name_rank`` puts "on rank …" in front of
+    its WrongAnswer. If ranks wait for each other the verdict asks ``waiting``; ``hints`` holds
+    advice by a part of a rank's error text.
     """
     for answer in answers:
         judging.raise_if_not_attempted(answer)
@@ -66,22 +67,13 @@ def judge_on_ranks(
     # A wrong value on one rank often explains the failure of another, so it is reported first.
     if EARLY_EXIT_TEXT not in problem:
         for index, output in zip(done, outputs, strict=True):
-            _judge_rank(judge, index, output)
+            try:
+                judge(index, output)
+            except WrongAnswer as wrong:
+                said = f"on rank {index}, {wrong}" if name_rank else str(wrong)
+                raise WrongAnswer(said, expected=wrong.expected, hint=wrong.hint) from None
     judging.expect(not problem, problem)
     return outputs
-
-
-def _judge_rank(
-    judge: Callable[[int, dict[str, Any]], None], index: int, output: dict[str, Any]
-) -> None:
-    try:
-        judge(index, output)
-    except WrongAnswer as wrong:
-        # "rank 1's columns" says whose columns were seen, not where.
-        if re.search(rf"\brank {index}\b(?!')", str(wrong)):
-            raise
-        said = f"on rank {index}, {wrong}"
-        raise WrongAnswer(said, expected=wrong.expected, hint=wrong.hint) from None
 
 
 def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
