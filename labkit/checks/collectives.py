@@ -58,6 +58,7 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         no_list = "not a list of numbers: does every path return?"
         with judge.expect_no_error(f"{asked} gave {value_text(found)}, {no_list}"):
             numbers = [float(number) for number in found]
+        # Each wrong list is what a learner gets who leaves out one thought.
         parts = f"Each of {ranks} ranks keeps one part of {ranks}."
         place_by_place = "Add the ranks' numbers, place by place."
         over_ranks = "Add over the ranks, not over a rank."
@@ -196,6 +197,7 @@ def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
         for part in _matching_parts(got, total + before):
             hint = "In the second half what arrives is finished: put it in place of the part."
             raise WrongAnswer(f"part {part} is the sum with numbers added once more", hint=hint)
+    # After its first half, a ring has the sum of one part on each rank.
     if len(right) == 1:
         hint = "Every sum is on some rank now. The second half must hand them on."
         raise WrongAnswer(f"only part {right[0]} is the sum over all ranks", hint=hint)
@@ -230,6 +232,7 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         ("has the weights that it began with", no_step): start,
         ("has rank 0's first weights", no_step): [start[0]] * RANKS,
     }
+    # Each mistake is trained here as well, and its weights are compared with the learner's.
     alone, own_weights = {"together": False}, {"same_start": False}
     mistakes: list[tuple[str, str, dict[str, Any]]] = [
         ("trained alone", "All-reduce every gradient before the step.", alone),

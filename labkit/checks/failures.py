@@ -83,7 +83,7 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
         (f"{most} steps: the others run dry", "The fewest batches set the number."): [most] * RANKS,
         (f"{total} steps, which is the sum", sums): [total] * RANKS,
     }
-    otherwise = (f"{got} steps", "ReduceOp.MIN")
+    otherwise = (f"{value_text(got)} steps", "ReduceOp.MIN")
     mistake, hint = judge.likely_mistake(got, likely, operator.eq, otherwise)
     said = f"of {counts} batches the ranks take {mistake}"
     judge.expect(got == [fewest] * RANKS, said, fewest, hint)
@@ -104,6 +104,7 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
         ("rank 3 one call short", "sms sms sms sm", short),
         ("two places where they differ", "sss sss smb sss", first),
     )
+    # Each word is a rank's log, each letter one of its calls.
     for name, text, hint in cases:
         logs = [[CALLS[letter] for letter in log] for log in text.split()]
         right, asked = theory.first_diverging_call(logs), f"{judge.answer_name(answer)} of {name}"
@@ -163,11 +164,12 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         with judge.expect_no_error(no_lists, "a list of indices for each rank"):
             dealt = [[int(index) for index in each] for each in found]
         judge.expect(len(dealt) == ranks, f"{asked} gave {len(dealt)} lists", ranks)
+        # Counters also find an index that is no sample's.
         taken, once = Counter(chain.from_iterable(dealt)), Counter(range(len(lengths)))
         hint = "Each index from 0 to len(lengths) - 1, once."
         lost, extra = min(once - taken, default=None), min(taken - once, default=None)
         judge.expect(lost is None, f"{asked} gave sample {lost} to nobody", hint=hint)
-        judge.expect(extra is None, f"{asked} gave sample {extra} once too often", hint=hint)
+        judge.expect(extra is None, f"{asked} gave sample {value_text(extra)} too often", hint=hint)
         work, best = (
             [sum(lengths[index] for index in each) for each in lists]
             for lists in (dealt, theory.balance_samples(lengths, ranks))
@@ -191,6 +193,7 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
         inputs, targets = torch.randn(10, 6), torch.randn(10, 2)
+    # 10 samples make pieces of 3, 3, 2 and 2, so the plain mean of their gradients is wrong.
     pieces = 4
     parts = zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)
     each = [_run_backward(model, partial(_train_on, model, *part))[0] for part in parts]
@@ -245,6 +248,7 @@ class ActivationCounter:
 
     def pack_tensor(self, tensor: Tensor) -> "_KeptTensor":
         """Count a tensor for as long as autograd keeps it."""
+        # Autograd drops this object, and with it the count, once backward has used it.
         kept = _KeptTensor(tensor)
         if tensor.untyped_storage().data_ptr() not in self._parameters:
             self._add_elements(tensor.numel())
@@ -269,6 +273,7 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     train = partial(train_all_ranks, 2, zero_last=True)
     if all(map(_are_close, (first, second), train())):
         return passing_verdict("2 ranks ended with the weights of one device that saw all samples")
+    # A stale parameter also differs from one device's, so the faults are looked for one by one.
     said = "the last layer's weight is still zero after 3 steps: a stale parameter"
     hint = "Which tensors does the optimizer hold, and since when?"
     judge.expect(bool(first[2].any()), said, hint=hint)
@@ -279,6 +284,7 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     for name, one, other in zip(names, first, second, strict=True):
         said = f"the {name} differs between the ranks: a missed reduction"
         judge.expect(judge.is_tensor_close(one, other), said, hint=hint)
+    # The right divisor is the number of ranks, 2.
     divisors = {f"sums divided by {SAMPLES} samples": SAMPLES, "sums": 1, "too small": 2 * SAMPLES}
     likely = {words: train(factor=2 / divisor)[0] for words, divisor in divisors.items()}
     mistake = judge.likely_mistake(first, likely, _are_close, otherwise="")
@@ -323,6 +329,7 @@ def my_indices(answer: Callable[..., Any]) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         first = call_on_ranks(epoch=0, seed=5)
+        # An answer that uses a global generator depends on what ran before.
         torch.manual_seed(2)
         torch.rand(3)
         random.seed(9)

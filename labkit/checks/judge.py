@@ -166,6 +166,7 @@ def raise_if_not_attempted(answer: object) -> None:
     """Raise NotAttempted for an empty function, WrongAnswer for what cannot return a value."""
     hand_over = "is no function: hand over the function by its name, without calling it"
     expect(callable(answer), f"{value_text(answer)} {hand_over}")
+    # Its body would not run when called.
     if inspect.iscoroutinefunction(answer):
         wrong = "is an async function, which gives a coroutine when called: write def alone"
         raise WrongAnswer(f"{answer_name(answer)} {wrong}")

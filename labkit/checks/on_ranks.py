@@ -60,6 +60,7 @@ def judge_on_ranks(
             problem = _failure_reason(failure, folder, ranks, waiting, hints or {})
         except labkit.RunTimedOut as stopped:
             problem = _timeout_reason(stopped, answers, waiting)
+        # An answer that calls os._exit(0) ends its rank without a failure.
         done = _ranks_with_output(folder, ranks)
         if not problem and len(done) < ranks:
             problem = f"rank {min(set(range(ranks)) - set(done))} {EARLY_EXIT_TEXT}"

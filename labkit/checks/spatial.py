@@ -129,6 +129,7 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
     said = f"{value_text(answer)} is no torch.autograd.Function"
     judge.expect(is_function, said, hint="Hand over the class, by its name.")
+    # A class has no body that could be empty as a function's is.
     if not {"forward", "backward"} & vars(answer).keys():
         raise NotAttempted
 
@@ -249,6 +250,7 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
     """Raise WrongAnswer, with the likely mistake, unless a rank's gradient is right."""
     work = rank_tasks("backward", RANKS)
     padded, expected = work[index]
+    # The halo's columns belong to the neighbours, and so do their gradients.
     got, own = _expect_strip(found, expected), padded[..., BETWEEN]
     nothing = torch.zeros_like(own[..., FIRST])
     from_left = work[index - 1][0][..., LAST] if index else nothing
