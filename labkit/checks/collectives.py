@@ -58,7 +58,7 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         no_list = "not a list of numbers: does every path return?"
         with judge.expect_no_error(f"{asked} gave {value_text(found)}, {no_list}"):
             numbers = [float(number) for number in found]
-        # Each wrong list is what a learner gets who leaves out one thought.
+        # What a learner gets who forgets one of the steps.
         parts = f"Each of {ranks} ranks keeps one part of {ranks}."
         place_by_place = "Add the ranks' numbers, place by place."
         over_ranks = "Add over the ranks, not over a rank."
@@ -107,7 +107,7 @@ def ring_bytes(answer: Callable[..., float]) -> Verdict:
         "With two ranks each sends half of its tensor twice.",
         "Each step sends one part, of as many as there are ranks.",
         "ranks - 1 steps add the parts up, and ranks - 1 hand the sums on.",
-        "One rank has nobody to send to.",
+        "A single rank sends nothing.",
     ]
     cases = [(1000, 2), (1000, 4), (4096, 8), (1000, 1)]
     return judge.judge_values(answer, right_bytes, cases, hints)

@@ -168,7 +168,7 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         taken, once = Counter(chain.from_iterable(dealt)), Counter(range(len(lengths)))
         hint = "Each index from 0 to len(lengths) - 1, once."
         lost, extra = min(once - taken, default=None), min(taken - once, default=None)
-        judge.expect(lost is None, f"{asked} gave sample {lost} to nobody", hint=hint)
+        judge.expect(lost is None, f"{asked} gave sample {lost} to no rank", hint=hint)
         judge.expect(extra is None, f"{asked} gave sample {value_text(extra)} too often", hint=hint)
         work, best = (
             [sum(lengths[index] for index in each) for each in lists]

@@ -158,7 +158,7 @@ return call
 size = len(lengths) // ranks
 return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
 """,
-            "deal([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], ranks=2) gave sample 10 to nobody": """
+            "deal([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], ranks=2) gave sample 10 to no rank": """
 order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
 rounds = [order[start : start + ranks] for start in range(0, len(order) - ranks + 1, ranks)]
 turned = [each[::-1] if number % 2 else each for number, each in enumerate(rounds)]
