@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from labkit.checks import judge
-from labkit.checks.judge import Verdict, WrongAnswer, exercise, passing_verdict, value_text
+from labkit.checks.judge import Verdict, WrongAnswer, exercise, expect, passing_verdict, value_text
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import collectives as tasks
 from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
@@ -18,9 +18,7 @@ from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
 RANKS = 4
 FLOAT32_BYTES = 4
 WAIT_HINT = "does every receive have its send, and does somebody send before all receive?"
-_judge_on_four = partial(
-    judge_on_ranks, "collectives", ranks=RANKS, waiting=WAIT_HINT, name_rank=True
-)
+_on_ranks = partial(judge_on_ranks, "collectives", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
 _is_close = partial(judge.is_tensor_close, atol=1e-5)
 
 
@@ -37,10 +35,10 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         likely |= {f"rank {rank}'s vector": given[rank] for rank in range(RANKS)}
         whose = judge.likely_mistake(got, likely, _is_close, otherwise="numbers of no rank")
         is_left = _is_close(got, given[left])
-        judge.expect(is_left, f"the result is {whose}", f"rank {left}'s", hint)
+        expect(is_left, f"the result is {whose}", f"rank {left}'s", hint)
         _judge_sent_bytes(given[index].nbytes, sent, "one vector is")
 
-    _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="shift")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="shift")
     return passing_verdict(f"{RANKS} ranks traded, and none waited for ever")
 
 
@@ -70,8 +68,7 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         }
         otherwise = ("", "Add the lists place by place; then cut the sum, one part a rank.")
         mistake, hint = judge.likely_mistake(numbers, likely, operator.eq, otherwise)
-        said = f"{asked} gave {mistake}{value_text(found)}"
-        judge.expect(numbers == sums[own], said, sums[own], hint)
+        expect(numbers == sums[own], f"{asked} gave {mistake}{value_text(found)}", sums[own], hint)
     return passing_verdict("3 cases agree")
 
 
@@ -87,12 +84,12 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
         used = {name for name, size in sent["handed"].items() if size}
         said = f"the sums are right, made by {', '.join(sorted(used)) or 'no collective'}"
         right = "reduce_scatter and all_gather"
-        judge.expect(used == {"reduce_scatter", "all_gather"}, said, right, "One of each.")
+        expect(used == {"reduce_scatter", "all_gather"}, said, right, "One of each.")
         handed = sum(sent["handed"].values())
         said = f"the sums are right, but {handed} bytes were handed over"
-        judge.expect(handed <= least, said, least, "The all-gather needs one part of each rank.")
+        expect(handed <= least, said, least, "The all-gather needs one part of each rank.")
 
-    _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="in_two")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="in_two")
     return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks")
 
 
@@ -141,7 +138,7 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         mistake = judge.likely_mistake((alpha, beta), likely, _is_fit_close, otherwise="")
         said = f"{asked} gave {mistake}({alpha:.3g}, {beta:.3g})"
         fits = _is_fit_close((alpha, beta), right)
-        judge.expect(fits, said, f"({right[0]:.3g}, {right[1]:.3g})", hint)
+        expect(fits, said, f"({right[0]:.3g}, {right[1]:.3g})", hint)
     return passing_verdict("2 networks agree, though two of three rounds were disturbed")
 
 
@@ -163,16 +160,14 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
             _judge_sum(got, gloo, index)
         used = ", ".join(sorted(sent["handed"].keys() - {"send", "recv"}))
         said = f"the sums are right, but {used} was used"
-        judge.expect(not used, said, hint="Use dist.isend and dist.irecv alone.")
+        expect(not used, said, hint="Use dist.isend and dist.irecv alone.")
         # 10 elements do not divide by 4 ranks, so the limit counts the largest part of each vector.
         parts = sum(-(-length // RANKS) for length in lengths)
         _judge_sent_bytes(2 * (RANKS - 1) * parts * FLOAT32_BYTES, sent, "a ring sends")
 
-    _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="ring")
-    return passing_verdict(
-        f"equal to gloo's all-reduce on {RANKS} ranks, "
-        f"for {' and '.join(map(str, lengths))} numbers, and no byte more than a ring's"
-    )
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="ring")
+    numbers = f"for {' and '.join(map(str, lengths))} numbers, and no byte more than a ring's"
+    return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks, {numbers}")
 
 
 def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
@@ -188,7 +183,7 @@ def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
         ("this rank's own numbers", "Did anything that arrived go into the result?"): given[index],
     }
     mistake, hint = judge.likely_mistake(got, likely, _is_close, otherwise=("", ""))
-    judge.expect(not mistake, f"the result is {mistake}", hint=hint)
+    expect(not mistake, f"the result is {mistake}", hint=hint)
     # An answer that adds the finished sum to a part, instead of replacing it, counts this rank
     # and some ranks before it twice.
     before = torch.zeros_like(total)
@@ -219,7 +214,7 @@ def _matching_parts(left: Tensor, right: Tensor) -> list[int]:
 def _judge_sent_bytes(limit: int, sent: Mapping[str, Any], whose: str) -> None:
     out = sum(size for name, size in sent["handed"].items() if name != "recv")
     said, hint = f"the numbers are right, but {out:,} bytes were sent", f"{whose} {limit:,} bytes."
-    judge.expect(out <= limit, said, f"at most {limit:,}", f"Here {hint}")
+    expect(out <= limit, said, f"at most {limit:,}", f"Here {hint}")
 
 
 @exercise
@@ -252,12 +247,11 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
         said, hint = judge.likely_mistake(sent["got"], likely, is_equal, otherwise)
         expected = "the weights of one device with all samples"
-        judge.expect(is_equal(sent["got"], right), f"the model {said}", expected, hint)
+        expect(is_equal(sent["got"], right), f"the model {said}", expected, hint)
 
-    _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
-    return passing_verdict(
-        f"{RANKS} ranks ended with the weights of one device that saw all samples"
-    )
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
+    seen = f"{RANKS} ranks ended with the weights of one device that saw all samples"
+    return passing_verdict(seen)
 
 
 @exercise
@@ -267,9 +261,8 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
     for case in ((6e12, 1e10, 2, 2), (4e14, 5e10, 8, 2), (4e14, 5e10, 8, 4)):
         flops_per_s, bytes_per_s, ranks, gradient_bytes = case
         wire_bytes = collective_wire_bytes("all_reduce", gradient_bytes, ranks)
-        handed, right = (
-            size / bytes_per_s * flops_per_s / 6 for size in (gradient_bytes, wire_bytes)
-        )
+        tokens_per_byte = flops_per_s / 6 / bytes_per_s
+        right = wire_bytes * tokens_per_byte
         name = judge.answer_name(answer)
         given = f"{flops_per_s:g}, {bytes_per_s:g}, ranks={ranks}, gradient_bytes={gradient_bytes}"
         found = judge.call_answer(answer, *case, in_words=f"{name}({given})")
@@ -278,12 +271,12 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
         with judge.expect_no_error(f"{said} {value_text(found)}, {no_number}"):
             tokens = float(found)
         likely = {
-            "the tokens of bytes handed over, not on the wire, ": handed,
+            "the tokens of bytes handed over, not on the wire, ": gradient_bytes * tokens_per_byte,
             "half of what a ring needs, ": right / 2,
             "tokens of a forward pass alone, ": 3 * right,
             "the inverse, ": 1 / right,
         }
         mistake = judge.likely_mistake(tokens, likely, partial(isclose, rel_tol=1e-3), otherwise="")
         is_right = isclose(tokens, right, rel_tol=1e-3, abs_tol=1)
-        judge.expect(is_right, f"{said} {mistake}{tokens:,.4g}", f"{right:,.4g}", hint)
+        expect(is_right, f"{said} {mistake}{tokens:,.4g}", f"{right:,.4g}", hint)
     return passing_verdict("3 cases agree")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.checks import judge
-from labkit.checks.judge import Verdict, WrongAnswer, exercise, passing_verdict, value_text
+from labkit.checks.judge import Verdict, WrongAnswer, exercise, expect, passing_verdict, value_text
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks.collectives import SAMPLES, train_all_ranks
 from labkit.checks.ranks.failures import BATCH_COUNTS
@@ -31,7 +31,7 @@ ENDED_RUNS = {
 }
 CALLS = {"s": ("all_reduce", (8, 8)), "m": ("all_reduce", (8,)), "b": ("broadcast", (8,))}
 WAIT_HINT = "does every rank make the same calls?"
-_judge_on_ranks = partial(judge_on_ranks, "failures", waiting=WAIT_HINT, name_rank=True)
+_on_ranks = partial(judge_on_ranks, "failures", waiting=WAIT_HINT, name_rank=True)
 _are_close = partial(judge.are_tensors_close, atol=1e-6)
 
 
@@ -48,9 +48,9 @@ def culprit(answer: Callable[..., int]) -> Verdict:
         asked = f"{judge.answer_name(answer)} of a run with {name}"
         found = judge.call_answer(answer, copies, in_words=asked)
         is_rank = isinstance(found, Integral) and found in range(len(ends))
-        judge.expect(is_rank, f"{value_text(found)} is no rank", f"rank {right}", hint)
+        expect(is_rank, f"{value_text(found)} is no rank", f"rank {right}", hint)
         said = f"in a run with {name} it blames rank {found}, {_excuse_text(ends[found])}"
-        judge.expect(found == right, said, f"rank {right}", hint)
+        expect(found == right, said, f"rank {right}", hint)
     return passing_verdict("3 runs agree")
 
 
@@ -68,12 +68,9 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
     """Exercise 2: the steps that all 4 real ranks can take, from this rank's number of batches."""
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        is_int = sent["kind"] == "int"
-        judge.expect(is_int, f"the result is a {sent['kind']}", "an int", "tensor.item()")
+        expect(sent["kind"] == "int", f"the result is a {sent['kind']}", "an int", "tensor.item()")
 
-    sent = _judge_on_ranks(
-        answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, what="common"
-    )
+    sent = _on_ranks(answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, what="common")
     got, counts = [output["got"] for output in sent], list(BATCH_COUNTS)
     most, total, fewest = max(counts), sum(counts), min(counts)
     agree = "The ranks must agree. Which collective lets them?"
@@ -85,8 +82,7 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
     }
     otherwise = (f"{value_text(got)} steps", "ReduceOp.MIN")
     mistake, hint = judge.likely_mistake(got, likely, operator.eq, otherwise)
-    said = f"of {counts} batches the ranks take {mistake}"
-    judge.expect(got == [fewest] * RANKS, said, fewest, hint)
+    expect(got == [fewest] * RANKS, f"of {counts} batches the ranks take {mistake}", fewest, hint)
     return passing_verdict(f"of {counts} batches, all {RANKS} ranks take {fewest} steps")
 
 
@@ -110,7 +106,7 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
         right, asked = theory.first_diverging_call(logs), f"{judge.answer_name(answer)} of {name}"
         found = judge.call_answer(answer, [list(log) for log in logs], in_words=asked)
         is_right = (tuple(found) if isinstance(found, list) else found) == right
-        judge.expect(is_right, f"of {name} it gave {value_text(found)}", right, hint)
+        expect(is_right, f"of {name} it gave {value_text(found)}", right, hint)
     return passing_verdict(f"{len(cases)} sets of logs agree")
 
 
@@ -123,31 +119,26 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         log, last = sent["log"], [{}, *sent["during"]][-1]
         hint = "Return what the collective returned."
-        is_handle = sent["handle"] != "NoneType"
-        judge.expect(is_handle, "an asynchronous call returned None", hint=hint)
+        expect(sent["handle"] != "NoneType", "an asynchronous call returned None", hint=hint)
         said = f"the collective left other numbers: {[each.tolist() for each in sent['sums']]}"
         hint = "Hand everything on: collective(tensor, *args, **kwargs), once."
-        judge.expect(judge.are_tensors_close(sent["sums"], sums), said, hint=hint)
-        said = f"after two calls the log has {len(log)} entries"
-        judge.expect(len(log) == 2, said)
+        expect(judge.are_tensors_close(sent["sums"], sums), said, hint=hint)
+        expect(len(log) == 2, f"after two calls the log has {len(log)} entries")
         under_way = "while a call was under way, the log"
         hint = "The call that hangs is the one that matters: append before you call."
-        is_logged = last.get("call") == "all_gather"
-        judge.expect(is_logged, f"{under_way} did not have it", hint=hint)
-        hint = "Set done after the call."
-        judge.expect(not last["done"], f"{under_way} called it done", hint=hint)
+        expect(last.get("call") == "all_gather", f"{under_way} did not have it", hint=hint)
+        expect(not last["done"], f"{under_way} called it done", hint="Set done after the call.")
         for entry, wanted in zip(log, right, strict=True):
-            judge.expect(entry == wanted, f"the log has {entry}", wanted)
+            expect(entry == wanted, f"the log has {entry}", wanted)
         said = "an error of the collective did not come out"
-        judge.expect(not sent["swallowed"], said, hint="Catch nothing.")
+        expect(not sent["swallowed"], said, hint="Catch nothing.")
         said = "a collective that raised an error was called done"
         hint = "Without try and finally, an error leaves before done is set."
-        judge.expect(not any(entry["done"] for entry in sent["after"]), said, hint=hint)
+        expect(not any(entry["done"] for entry in sent["after"]), said, hint=hint)
 
-    _judge_on_ranks(answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, what="recorded")
-    return passing_verdict(
-        "four calls recorded on 2 ranks: done, asynchronous, under way and failed"
-    )
+    _on_ranks(answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, what="recorded")
+    seen = "four calls recorded on 2 ranks: done, asynchronous, under way and failed"
+    return passing_verdict(seen)
 
 
 @exercise
@@ -163,27 +154,25 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         no_lists = f"{asked} gave {value_text(found)}"
         with judge.expect_no_error(no_lists, "a list of indices for each rank"):
             dealt = [[int(index) for index in each] for each in found]
-        judge.expect(len(dealt) == ranks, f"{asked} gave {len(dealt)} lists", ranks)
+        expect(len(dealt) == ranks, f"{asked} gave {len(dealt)} lists", ranks)
         # Counters also find an index that is no sample's.
         taken, once = Counter(chain.from_iterable(dealt)), Counter(range(len(lengths)))
         hint = "Each index from 0 to len(lengths) - 1, once."
         lost, extra = min(once - taken, default=None), min(taken - once, default=None)
-        judge.expect(lost is None, f"{asked} gave sample {lost} to no rank", hint=hint)
-        judge.expect(extra is None, f"{asked} gave sample {value_text(extra)} too often", hint=hint)
-        work, best = (
-            [sum(lengths[index] for index in each) for each in lists]
-            for lists in (dealt, theory.balance_samples(lengths, ranks))
-        )
+        expect(lost is None, f"{asked} gave sample {lost} to no rank", hint=hint)
+        expect(extra is None, f"{asked} gave sample {value_text(extra)} too often", hint=hint)
+        balanced = theory.balance_samples(lengths, ranks)
+        best = max(sum(lengths[index] for index in each) for each in balanced)
+        work = [sum(lengths[index] for index in each) for each in dealt]
         is_equal = len({len(each) for each in dealt}) == 1
         like = "equally many samples" if is_equal else "different numbers of samples"
         rule = ", in the order of the list" if dealt == [sorted(each) for each in dealt] else ""
         load = f"rank {work.index(max(work))} has {max(work)} of {sum(lengths)} to do"
         hint = "The longest first, each to the rank that has least so far."
-        is_balanced = max(work) <= 1.05 * max(best)
-        judge.expect(is_balanced, f"{like} each{rule}: {load}", f"at most {max(best)}", hint)
-    return passing_verdict(
-        f"{len(cases)} batches dealt, and no rank has much more to do than it must"
-    )
+        is_balanced = max(work) <= 1.05 * best
+        expect(is_balanced, f"{like} each{rule}: {load}", f"at most {best}", hint)
+    seen = f"{len(cases)} batches dealt, and no rank has much more to do than it must"
+    return passing_verdict(seen)
 
 
 @exercise
@@ -203,7 +192,7 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
     call = partial(judge.call_answer, answer, model, *copies, pieces, in_words=asked)
     found, held = _run_backward(model, call)
     hint = "Call backward() on the loss of each piece."
-    judge.expect(all(grad is not None for grad in found), "a parameter has no gradient", hint=hint)
+    expect(all(grad is not None for grad in found), "a parameter has no gradient", hint=hint)
     added = [sum(place) for place in zip(*each, strict=True)]
     weigh = "Each piece is a part of the batch: weigh it."
     shorter = "the plain mean of the pieces, though some are shorter"
@@ -217,11 +206,11 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
     weights = "Add up len(piece) / len(inputs) times the gradient of each piece."
     otherwise = ("not that of the whole batch", weights)
     mistake, hint = judge.likely_mistake(found, likely, _are_close, otherwise)
-    judge.expect(_are_close(found, whole), f"the gradient is {mistake}", hint=hint)
+    expect(_are_close(found, whole), f"the gradient is {mistake}", hint=hint)
     share = f"{held / whole_held:.0%}"
     said = f"the gradient is right, and {share} of the whole batch's activations were held at once"
     hint = "Each piece needs a backward pass of its own, before the next piece computes."
-    judge.expect(held <= 0.6 * whole_held, said, hint=hint)
+    expect(held <= 0.6 * whole_held, said, hint=hint)
     return passing_verdict(f"the same gradient, with {share} of the activations")
 
 
@@ -268,7 +257,7 @@ class _KeptTensor:
 @exercise
 def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 7: a training loop without its three bugs, on 2 real ranks."""
-    outputs = _judge_on_ranks(answer, ranks=2, timeout_s=timeout_s, what="mended")
+    outputs = _on_ranks(answer, ranks=2, timeout_s=timeout_s, what="mended")
     first, second = (output["got"] for output in outputs)
     train = partial(train_all_ranks, 2, zero_last=True)
     if all(map(_are_close, (first, second), train())):
@@ -276,21 +265,19 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     # A stale parameter also differs from one device's, so the faults are looked for one by one.
     said = "the last layer's weight is still zero after 3 steps: a stale parameter"
     hint = "Which tensors does the optimizer hold, and since when?"
-    judge.expect(bool(first[2].any()), said, hint=hint)
+    expect(bool(first[2].any()), said, hint=hint)
     hint = "Which parameters are left out of the all-reduce?"
-    names = [
-        f"{layer} layer's {part}" for layer in ("first", "last") for part in ("weight", "bias")
-    ]
-    for name, one, other in zip(names, first, second, strict=True):
-        said = f"the {name} differs between the ranks: a missed reduction"
-        judge.expect(judge.is_tensor_close(one, other), said, hint=hint)
+    names = product(("first", "last"), ("weight", "bias"))
+    for (layer, part), one, other in zip(names, first, second, strict=True):
+        said = f"the {layer} layer's {part} differs between the ranks: a missed reduction"
+        expect(judge.is_tensor_close(one, other), said, hint=hint)
     # The right divisor is the number of ranks, 2.
     divisors = {f"sums divided by {SAMPLES} samples": SAMPLES, "sums": 1, "too small": 2 * SAMPLES}
     likely = {words: train(factor=2 / divisor)[0] for words, divisor in divisors.items()}
     mistake = judge.likely_mistake(first, likely, _are_close, otherwise="")
     said = f"all ranks agree, and their gradients are {mistake}: a wrong scaling"
     hint = "mse_loss is a mean over this rank's samples already. What is left to divide by?"
-    judge.expect(not mistake, said, hint=hint)
+    expect(not mistake, said, hint=hint)
     hint = "Compare one gradient with one device's."
     raise WrongAnswer("all ranks agree, on other weights than one device's", hint=hint)
 
@@ -335,18 +322,16 @@ def my_indices(answer: Callable[..., Any]) -> Verdict:
         random.seed(9)
         said = "a second run with the same seed takes other samples"
         hint = "A generator of its own: torch.Generator().manual_seed(...), handed to randperm."
-        judge.expect(call_on_ranks(epoch=0, seed=5) == first, said, hint=hint)
+        expect(call_on_ranks(epoch=0, seed=5) == first, said, hint=hint)
     hint = "All ranks shuffle alike, with the same seed; each then takes its own part."
     taken = Counter(chain.from_iterable(first))
     for index, times in taken.items():
-        judge.expect(times == 1, f"sample {index} goes to two ranks", hint=hint)
+        expect(times == 1, f"sample {index} goes to two ranks", hint=hint)
     is_even = set(taken) == set(range(count)) and len(first[0]) * ranks == count
-    judge.expect(is_even, "some samples go to no rank, or not evenly", hint=hint)
+    expect(is_even, "some samples go to no rank, or not evenly", hint=hint)
     said = "epoch 1 takes the samples in the order of epoch 0"
-    hint = "Let the epoch change the seed."
-    judge.expect(call_on_ranks(epoch=1, seed=5) != first, said, hint=hint)
+    expect(call_on_ranks(epoch=1, seed=5) != first, said, hint="Let the epoch change the seed.")
     said = "another seed takes the samples in the same order"
-    judge.expect(call_on_ranks(epoch=0, seed=6) != first, said, hint="Use seed, and epoch.")
-    return passing_verdict(
-        f"{count} samples on {ranks} ranks: shuffled anew in each epoch, and the same tomorrow"
-    )
+    expect(call_on_ranks(epoch=0, seed=6) != first, said, hint="Use seed, and epoch.")
+    seen = f"{count} samples on {ranks} ranks: shuffled anew in each epoch, and the same tomorrow"
+    return passing_verdict(seen)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from labkit.checks import judge
-from labkit.checks.judge import NotAttempted, Verdict, exercise, passing_verdict, value_text
+from labkit.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks.spatial import COLUMNS, HALO, rank_tasks
 from labkit.theory import spatial
@@ -19,17 +19,14 @@ RANKS = 4
 FIRST, LAST, BETWEEN = slice(HALO), slice(-HALO, None), slice(HALO, -HALO)
 WAIT_HINT = "does every send have its receive on the other side?"
 PASSED_TEXT = f"one device on {RANKS} ranks, and no byte more than the halos was sent"
-_judge_on_line = partial(judge_on_ranks, "spatial", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
+_on_ranks = partial(judge_on_ranks, "spatial", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
 _is_close = partial(judge.is_tensor_close, atol=1e-5)
 DIMENSIONS = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
 # Placements of each tensor on a data x space mesh, and a hint.
 RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
     "images": ([Shard(0), Shard(3)], "[N, C, H, W]: data shares the samples N, space the width W."),
     "weights": ([Replicate(), Replicate()], "All pixels need it: which rank can do without?"),
-    "gradients": (
-        [Partial(), Partial()],
-        "Each rank adds its part. What is the whole gradient?",
-    ),
+    "gradients": ([Partial(), Partial()], "Each rank adds its part. What is the whole gradient?"),
     "logits": ([Shard(0), Replicate()], "After the mean over an image its strips agree."),
 }
 
@@ -49,8 +46,7 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
     found = judge.call_answer(answer, **arguments)
     asked = judge.call_text(answer, **arguments)
     said = f"{asked} gave {value_text(found)}, a {type(found).__name__}"
-    hint = "Columns are counted: // divides whole numbers."
-    judge.expect(isinstance(found, Integral), said, 8, hint)
+    expect(isinstance(found, Integral), said, 8, "Columns are counted: // divides whole numbers.")
     return verdict
 
 
@@ -58,19 +54,16 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
 def placements(answer: Callable[..., Any]) -> Verdict:
     """Two placements on a data x space mesh for each of images, weights, gradients and logits."""
     found = judge.call_answer(answer)
-    said = f"placements() gave {value_text(found)}"
     hint = "Return a dict: a list of two placements for each name."
-    judge.expect(isinstance(found, Mapping), said, hint=hint)
+    expect(isinstance(found, Mapping), f"placements() gave {value_text(found)}", hint=hint)
     for name, (wanted, hint) in RIGHT_PLACEMENTS.items():
         placed = found.get(name)
         right = f"[{', '.join(_placement_words(each, '')[0] for each in wanted)}]"
         is_pair = isinstance(placed, list | tuple) and len(placed) == 2
-        said = f"{name}: {value_text(placed)} is no list of two placements"
-        judge.expect(is_pair, said, right, hint)
+        expect(is_pair, f"{name}: {value_text(placed)} is no list of two placements", right, hint)
         for axis, given, each in zip(("data", "space"), placed, wanted, strict=True):
             text, meaning = _placement_words(given, axis)
-            said = f"{name}: along {axis} you say {text}, {meaning}"
-            judge.expect(given == each, said, right, hint)
+            expect(given == each, f"{name}: along {axis} you say {text}, {meaning}", right, hint)
     return passing_verdict(f"{len(RIGHT_PLACEMENTS)} tensors lie where you say")
 
 
@@ -107,7 +100,7 @@ def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_padding(index, sent["got"])
         _judge_sent_bytes(index, sent["moved"])
 
-    _judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
 
 
@@ -119,7 +112,7 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_gradient(index, sent["got"])
         _judge_sent_bytes(index, sent["moved"])
 
-    _judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
 
 
@@ -128,15 +121,15 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     """An autograd.Function that pads a strip and returns the halo's gradients, on 4 real ranks."""
     is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
     said = f"{value_text(answer)} is no torch.autograd.Function"
-    judge.expect(is_function, said, hint="Hand over the class, by its name.")
+    expect(is_function, said, hint="Hand over the class, by its name.")
     # A class has no body that could be empty as a function's is.
     if not {"forward", "backward"} & vars(answer).keys():
-        raise NotAttempted
+        raise judge.NotAttempted
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         _judge_padding(index, sent["got"])
         hint = "The first value of backward is the gradient of forward's first argument."
-        judge.expect(sent["grad"] is not None, "the strip got no gradient", hint=hint)
+        expect(sent["grad"] is not None, "the strip got no gradient", hint=hint)
         _judge_gradient(index, sent["grad"], "the strip's gradient: ")
         _judge_sent_bytes(index, sent["moved"], passes=2)
 
@@ -149,7 +142,7 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         "must implement either the backward": "backward is missing, or has another name",
         "non-static forward": "forward and backward are static: write @staticmethod above each",
     }
-    _judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="function")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="function")
     return passing_verdict(f"forward and backward equal {PASSED_TEXT}")
 
 
@@ -160,13 +153,12 @@ def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         said = f"{sent['moved']} bytes were handed over, and none may be"
         hint = "Ask no neighbour: what is there on this rank that looks like their columns?"
-        judge.expect(not sent["moved"], said, hint=hint)
+        expect(not sent["moved"], said, hint=hint)
         _judge_padding(index, sent["got"], "ones")
 
-    _judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
-    return passing_verdict(
-        "the test of ones passes, and nothing was exchanged: a test that cannot fail"
-    )
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
+    seen = "the test of ones passes, and nothing was exchanged: a test that cannot fail"
+    return passing_verdict(seen)
 
 
 @exercise
@@ -176,9 +168,7 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
     def right_bytes(batch: int, channels: int, height: int, width: int) -> int:
         return 48 * batch * channels * height * width
 
-    hint = (
-        "Go from left to right. Between the 1 x 1 convolutions there are four times the channels."
-    )
+    hint = "Go from left to right. Between the 1 x 1 convolutions channels are fourfold."
     cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
     return judge.judge_values(answer, right_bytes, cases, hint)
 
@@ -201,8 +191,7 @@ def _judge_sent_bytes(index: int, moved: int, *, passes: int = 1) -> None:
     strip, _ = rank_tasks("forward", RANKS)[index]
     halos = neighbours * strip[..., FIRST].nbytes * passes
     said = f"the numbers are right, but {moved} bytes were handed over; its halos are {halos}"
-    hint = "Send the outermost columns alone, each to one neighbour."
-    judge.expect(moved <= halos, said, hint=hint)
+    expect(moved <= halos, said, hint="Send the outermost columns alone, each to one neighbour.")
 
 
 def _judge_padding(index: int, found: Tensor | str, what: str = "forward") -> None:
@@ -223,10 +212,10 @@ def _judge_padding(index: int, found: Tensor | str, what: str = "forward") -> No
         # All columns of an image of ones look alike: no origin can be told.
         seen = _column_origin(part) if what == "forward" else _halo_fault(part)
         said = f"{caught}the {side} {HALO} columns are {seen}"
-        judge.expect(_is_close(part, expected[..., columns]), said, right, hint)
+        expect(_is_close(part, expected[..., columns]), said, right, hint)
     said = f"{caught}the columns between are not the strip's own"
     is_kept = _is_close(got[..., BETWEEN], expected[..., BETWEEN])
-    judge.expect(is_kept, said, hint="The strip itself is kept.")
+    expect(is_kept, said, hint="The strip itself is kept.")
 
 
 def _column_origin(part: Tensor) -> str:
@@ -271,13 +260,13 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
         more = f" plus what rank {owner} sends" if 0 <= owner < RANKS else ": no rank is beyond"
         said = f"{what}the {side} {HALO} columns are {seen}"
         is_right = _is_close(part, expected[..., columns])
-        judge.expect(is_right, said, f"this rank's own gradient{more}", hint)
+        expect(is_right, said, f"this rank's own gradient{more}", hint)
     said = f"{what}the columns between are wrong"
-    judge.expect(_is_close(got, expected), said, hint="Only the outer columns change.")
+    expect(_is_close(got, expected), said, hint="Only the outer columns change.")
 
 
 def _expect_strip(found: Tensor | str, expected: Tensor) -> Tensor:
     """Return a strip of the expected shape and dtype, or raise WrongAnswer."""
     got = judge.expect_tensor(found, expected, f"The strip has {COLUMNS} columns, the halo {HALO}.")
-    judge.expect(got.dtype == expected.dtype, f"the numbers are {got.dtype}", expected.dtype)
+    expect(got.dtype == expected.dtype, f"the numbers are {got.dtype}", expected.dtype)
     return got
