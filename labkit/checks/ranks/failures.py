@@ -40,8 +40,8 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     if handle is not None:
         handle.wait()
     # Entries are copied now, because the next calls may replace them.
-    found = {"sums": [summed, largest], "handle": type(handle).__name__, "log": _plain_entries(log)}
-    found |= {"during": [], "swallowed": True}
+    found: dict[str, Any] = {"sums": [summed, largest], "handle": type(handle).__name__}
+    found |= {"log": _plain_entries(log), "during": [], "swallowed": True}
 
     def all_gather(tensor: Tensor) -> None:
         found["during"] = _plain_entries(log)
