@@ -70,7 +70,7 @@ def test_an_empty_class_is_not_attempted_and_another_thing_is_wrong():
         ("placements", "return []", "placements() gave []. Return a dict"),
         ("placements", "return {'images': 'S0'}", "images: 'S0' is no list of two placements, expected [Shard(0), Sh"),
         ("strip_step_s", "return 'soon'", "gave 'soon', not a number"),
-        ("strip_step_s", "return plain_s", "gave 1, expected 0.25. The ranks share the arithmetic."),
+        ("strip_step_s", "return plain_s", "gave 1.0, expected 0.25. The ranks share the arithmetic."),
     ],
 )
 def test_a_wrong_value_fails_with_the_call_and_a_hint(check, body, reason, judge):

@@ -34,10 +34,8 @@ def _prediction_value(name: str, value: Any) -> float | None:
     if value is None or value is ...:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name} = {value!r} is no number: "
-            "commit to a number, None, or a function that gives one"
-        )
+        allowed = "commit to a number, None, or a function that gives one"
+        raise TypeError(f"{name} = {value!r} is no number: {allowed}")
     return float(value)
 
 

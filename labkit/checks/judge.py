@@ -5,8 +5,7 @@ A check is a function such as this:
     @exercise
     def double(answer: Callable[..., int]) -> Verdict:
         found = call_answer(answer, 3)
-        if found != 6:
-            raise WrongAnswer(f"double(3) gave {value_text(found)}, expected 6")
+        expect(found == 6, f"double(3) gave {value_text(found)}", expected=6)
         return passing_verdict("one case agrees")
 """
 
@@ -16,47 +15,38 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
 
 # NumPy's numbers are registered with these two.
 from numbers import Integral, Real
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 # Bound at import, because an answer may replace torch.allclose, and must not judge itself.
-from torch import (
-    Tensor,
-    allclose,
-)
+from torch import Tensor, allclose
 
 from labkit.course import verdict_store
 
-COLOURS = {
-    "passed": "#00734F",
-    "wrong": "#B3261E",
-    "not attempted": "#5F5F5F",
-    "not judged": "#5F5F5F",
-}
+GREY = "#5F5F5F"
+COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": GREY, "not judged": GREY}
 MAX_TEXT_LENGTH = 300
 EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
+# nbgrader sets it for the kernels of `autograde` and `validate`.
 ENV_NBGRADER = "NBGRADER_EXECUTION"
-"""Environment variable that nbgrader sets for the kernels of `autograde` and `validate`."""
 Parameters = ParamSpec("Parameters")
+Words = TypeVar("Words", str, tuple[str, str])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check.
-
-    In a notebook, the hint and the expected value open on request; as text, everything is shown.
+    """The outcome of a check; in a notebook, the hint and the expected value open on request.
 
     Attributes:
-        state: "passed", "wrong", "not attempted", or "not judged" if the machine was too busy to
-            tell.
+        state: a key of ``COLOURS``; "not judged" if the machine was too busy to tell.
         detail: what was seen.
         expected: what should have been seen instead, such as "4 tensors".
         hint: where to look.
@@ -78,33 +68,28 @@ class Verdict:
         return f"{self.state}: {text}" if text else self.state
 
     def _repr_html_(self) -> str:
-        colour = COLOURS[self.state]
-        steps = {"Hint": self.hint, "Expected": self.expected}
-        opened = [
+        folds = "".join(
             f"<details><summary>{name}</summary>{escape(text)}</details>"
-            for name, text in steps.items()
+            for name, text in (("Hint", self.hint), ("Expected", self.expected))
             if text
-        ]
-        return (
-            f'<p style="color:{colour}"><b>{self.state}</b>'
-            f" {escape(self.detail)}</p>{''.join(opened)}"
         )
+        state = f'<p style="color:{COLOURS[self.state]}"><b>{self.state}</b>'
+        return f"{state} {escape(self.detail)}</p>{folds}"
+
+
+class _NbgraderVerdict(Verdict):
+    """A verdict that is printed, because nbgrader would read points from a cell's value."""
+
+    def _ipython_display_(self) -> None:
+        print(self)
 
 
 class WrongAnswer(Exception):
-    """The answer is wrong; the message tells the learner what was seen. See Verdict for the
-    rest.
-    """
+    """The answer is wrong; the message tells what was seen. See Verdict for the other arguments."""
 
     def __init__(self, seen: str, *, expected: str = "", hint: str = ""):
         super().__init__(seen)
         self.expected, self.hint = expected, hint
-
-
-def expect(ok: bool, seen: str, expected: object = "", hint: str = "") -> None:
-    """Raise WrongAnswer unless ``ok``; ``expected`` is shown as text."""
-    if not ok:
-        raise WrongAnswer(seen, expected=str(expected), hint=hint)
 
 
 class NotAttempted(Exception):
@@ -116,9 +101,22 @@ class NotJudged(Exception):
 
 
 class NotPassed(Exception):
-    """Raised under nbgrader, which counts a cell as right unless it raises; the message is the
-    verdict.
-    """
+    """Raised under nbgrader, which counts a cell as right unless it raises."""
+
+
+def expect(ok: bool, seen: str, expected: object = "", hint: str = "") -> None:
+    """Raise WrongAnswer unless ``ok``; ``expected`` is shown as text."""
+    if not ok:
+        raise WrongAnswer(seen, expected=str(expected), hint=hint)
+
+
+@contextmanager
+def expect_no_error(seen: str, expected: object = "", hint: str = "") -> Iterator[None]:
+    """Raise WrongAnswer if the block raises: what an answer returned cannot be read."""
+    try:
+        yield
+    except Exception:
+        raise WrongAnswer(seen, expected=str(expected), hint=hint) from None
 
 
 def passing_verdict(detail: str) -> Verdict:
@@ -127,12 +125,9 @@ def passing_verdict(detail: str) -> Verdict:
 
 
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
-    """Turn a check's ``WrongAnswer``, ``NotAttempted`` and ``NotJudged`` into verdicts, and record
-    these.
+    """Return the verdict on whatever the check raises, and record it under the lab's exercise.
 
-    Only answers with the name of one of the lab's exercises are recorded: a notebook also gives
-    broken functions to a check, to show its message. The lab's name is the module's, or the
-    module's LAB.
+    The lab's name is the module's, or the module's LAB.
     """
     lab = check.__globals__.get("LAB", check.__module__.rpartition(".")[2])
 
@@ -147,25 +142,15 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
         except WrongAnswer as reason:
             verdict = Verdict("wrong", str(reason), reason.expected, reason.hint)
         answer = next(iter([*args, *kwargs.values()]), None)
+        # A notebook also shows the verdicts on broken functions; no exercise has their names.
         is_exercise = verdict_store.store_verdict(lab, _safe_answer_name(answer), verdict.state)
-        if is_exercise and os.environ.get(ENV_NBGRADER):
-            return _nbgrader_verdict(verdict)
-        return verdict
+        if not is_exercise or not os.environ.get(ENV_NBGRADER):
+            return verdict
+        if not verdict.ok:
+            raise NotPassed(repr(verdict))
+        return _NbgraderVerdict(**vars(verdict))
 
     return judge_answer
-
-
-class _NbgraderVerdict(Verdict):
-    """A verdict that is printed, because nbgrader would read points from a cell's value."""
-
-    def _ipython_display_(self) -> None:
-        print(self)
-
-
-def _nbgrader_verdict(verdict: Verdict) -> Verdict:
-    if not verdict.ok:
-        raise NotPassed(repr(verdict))
-    return _NbgraderVerdict(**vars(verdict))
 
 
 def _safe_answer_name(answer: object) -> str:
@@ -178,46 +163,30 @@ def _safe_answer_name(answer: object) -> str:
 
 
 def raise_if_not_attempted(answer: object) -> None:
-    """Raise NotAttempted for an empty function, WrongAnswer for anything that cannot return a
-    value.
-    """
-    if not callable(answer):
-        raise WrongAnswer(
-            f"{value_text(answer)} is no function: hand over the function by its name, without"
-            " calling it"
-        )
+    """Raise NotAttempted for an empty function, WrongAnswer for what cannot return a value."""
+    hand_over = "is no function: hand over the function by its name, without calling it"
+    expect(callable(answer), f"{value_text(answer)} {hand_over}")
+    # Its body would not run when called.
     if inspect.iscoroutinefunction(answer):
-        raise WrongAnswer(
-            f"{answer_name(answer)} is an async function, which gives a coroutine when called:"
-            " write def alone"
-        )
+        wrong = "is an async function, which gives a coroutine when called: write def alone"
+        raise WrongAnswer(f"{answer_name(answer)} {wrong}")
     code = getattr(answer, "__code__", None)
-    if code and all(
-        each.opname in EMPTY_BODY_OPCODES and _is_empty_instruction(each)
-        for each in dis.get_instructions(code)
-    ):
+    if code and all(map(_is_empty_instruction, dis.get_instructions(code))):
         raise NotAttempted
 
 
 def _is_empty_instruction(instruction: dis.Instruction) -> bool:
-    return "CONST" not in instruction.opname or instruction.argval is None
+    name = instruction.opname
+    return name in EMPTY_BODY_OPCODES and ("CONST" not in name or instruction.argval is None)
 
 
 def call_answer(
     answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str = "", **kwargs: Any
 ) -> Any:
-    """Call the answer with these arguments, and return its result.
+    """Return the answer's result; raise NotAttempted for an empty one, WrongAnswer if it raises.
 
-    Args:
-        answer: the learner's function.
-        *args: its arguments.
-        in_words: the call as a learner reads it; by default, with all arguments.
-        hint: shown if the answer raises a RuntimeError.
-        **kwargs: more arguments.
-
-    Raises:
-        NotAttempted: the answer is empty.
-        WrongAnswer: it is no function, or it raised an exception.
+    ``in_words`` is the call as a learner reads it, by default with all arguments; ``hint`` is shown
+    if the answer raises a RuntimeError.
     """
     raise_if_not_attempted(answer)
     try:
@@ -243,19 +212,12 @@ def judge_values(
     right: Callable[..., float],
     cases: Sequence[tuple[Any, ...]],
     hints: str | Sequence[str],
+    rel_tol: float = 0.0,
 ) -> Verdict:
-    """Call the answer with each case's arguments, by name, and compare its number with the right
-    one.
+    """Call the answer with each case's arguments, by name, and compare it with the right number.
 
-    Args:
-        answer: the learner's function.
-        right: returns the right number for the same arguments, and names them.
-        cases: arguments.
-        hints: one for each case, or one for all.
-
-    Raises:
-        NotAttempted: the answer is empty.
-        WrongAnswer: at the first case that differs.
+    ``right`` computes that number and names the arguments; ``hints`` has one hint for each case, or
+    is one for all.
     """
     names = inspect.signature(right).parameters
     each_hint = [hints] * len(cases) if isinstance(hints, str) else hints
@@ -263,15 +225,19 @@ def judge_values(
         arguments, expected = dict(zip(names, case, strict=True)), right(*case)
         in_words = call_text(answer, **arguments)
         found = call_answer(answer, in_words=in_words, **arguments)
-        if not isinstance(found, Real):
-            raise WrongAnswer(
-                f"{in_words} gave {value_text(found)}, not a number: does every path return?"
-            )
-        if found != expected:
-            raise WrongAnswer(
-                f"{in_words} gave {value_text(found)}", expected=f"{expected:,}", hint=hint
-            )
+        said = f"{in_words} gave {value_text(found)}"
+        expect(isinstance(found, Real), f"{said}, not a number: does every path return?")
+        expect(is_number_close(found, expected, rel_tol), said, value_text(expected), hint)
     return passing_verdict(f"{len(cases)} cases agree")
+
+
+def is_number_close(found: Any, expected: float, rel_tol: float) -> bool:
+    """Tell whether two numbers are equal, or differ by at most ``rel_tol`` of the larger."""
+    try:
+        return bool(found == expected) or math.isclose(found, expected, rel_tol=rel_tol)
+    except OverflowError:
+        # An integer of hundreds of digits is no float.
+        return False
 
 
 def answer_name(answer: object) -> str:
@@ -295,7 +261,7 @@ def error_text(error: BaseException) -> str:
 
 
 def value_text(value: object) -> str:
-    """Format any value: numbers with commas, at most a few lines; it never raises."""
+    """Format any value, numbers with commas, in at most a few lines; it never raises."""
     try:
         if isinstance(value, Integral) and abs(int(value)) >= 10**30:
             return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
@@ -317,3 +283,31 @@ def is_tensor_close(
     return got.shape == expected.shape and allclose(
         got.to(expected.dtype), expected, rtol=rtol, atol=atol
     )
+
+
+def are_tensors_close(
+    got: Sequence[Tensor | None], expected: Sequence[Tensor], *, atol: float = 1e-5
+) -> bool:
+    """Tell whether each tensor is close to the one expected in its place."""
+    return len(got) == len(expected) and all(
+        is_tensor_close(one, other, atol=atol) for one, other in zip(got, expected, strict=True)
+    )
+
+
+def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor:
+    """Return a tensor of the expected shape; ``got`` is one, or the name of another type."""
+    if not isinstance(got, Tensor):
+        said = f"the function returned {got}, not a tensor"
+        raise WrongAnswer(said, hint="Does every path return the tensor?")
+    expect(got.shape == expected.shape, f"the shape is {(*got.shape,)}", (*expected.shape,), hint)
+    return got
+
+
+def likely_mistake(
+    found: Any,
+    likely: Mapping[Words, Any],
+    is_equal: Callable[[Any, Any], bool],
+    otherwise: Words,
+) -> Words:
+    """Return the first words, or pair with a hint, whose value equals what was found."""
+    return next((words for words, value in likely.items() if is_equal(found, value)), otherwise)

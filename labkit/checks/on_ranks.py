@@ -16,24 +16,14 @@ from typing import Any
 import torch
 
 import labkit
-from labkit.checks.judge import (
-    NotJudged,
-    WrongAnswer,
-    answer_name,
-    error_text,
-    raise_if_not_attempted,
-)
-from labkit.checks.ranks.answer_program import (
-    ANSWERS_FILE,
-    EARLY_EXIT_TEXT,
-    output_path,
-    save_answer_output,
-)
+from labkit.checks import judge as judging
+from labkit.checks.judge import NotJudged, WrongAnswer
+from labkit.checks.ranks import answer_program
+from labkit.checks.ranks.answer_program import EARLY_EXIT_TEXT, output_path
 from labkit.launcher import payload_pickling
 from labkit.runs.folder import RunFolder, read_json
 
 RANK_ENDED_TEXT = "(this rank had ended"
-ANSWER_PROGRAM = Path(__file__).with_name("ranks") / "answer_program.py"
 FRAME_PATTERN = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 THREAD_PATTERN = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
 
@@ -41,48 +31,50 @@ THREAD_PATTERN = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
 def judge_on_ranks(
     lab: str,
     *answers: Callable[..., Any],
-    judge: Callable[[int, dict[str, Any]], None],
+    judge: Callable[[int, dict[str, Any]], None] = lambda index, output: None,
     ranks: int,
     timeout_s: float,
     waiting: str,
     hints: Mapping[str, str] | None = None,
+    name_rank: bool = False,
     **setup: Any,
-) -> None:
-    """Run answers on CPU ranks, and judge in this process what each rank returned.
+) -> list[dict[str, Any]]:
+    """Run answers on CPU ranks, judge each rank's output in this process, and return the outputs.
 
-    ``run_answer(*answers, **setup)`` of the module ``lab`` in checks/ranks calls the answers; JSON
-    has to hold ``setup``. ``judge`` gets each rank's index and output. If ranks wait for each other
-    the verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error text.
-
-    Raises:
-        NotAttempted: an answer is empty.
-        NotJudged: the machine was too busy to tell.
-        WrongAnswer: pickling failed, or a rank failed, left early, hung or returned a wrong output.
+    The module ``lab`` in checks/ranks calls ``run_answer(*answers, **setup)``; JSON has to hold
+    ``setup``. ``judge`` gets a rank's index and output; ``name_rank`` puts "on rank …" in front of
+    its WrongAnswer. If ranks wait for each other the verdict asks ``waiting``; ``hints`` holds
+    advice by a part of a rank's error text.
     """
     for answer in answers:
-        raise_if_not_attempted(answer)
+        judging.raise_if_not_attempted(answer)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        content = pack_answers(answers)
-        (folder / ANSWERS_FILE).write_bytes(content)
+        folder, content = Path(name), pack_answers(answers)
+        (folder / answer_program.ANSWERS_FILE).write_bytes(content)
         parameters: dict[str, Any] = {"folder": name, "digest": sha256(content).hexdigest()}
         parameters |= {"lab": lab, "setup": json.dumps(setup)}
-        problem = ""
+        program, problem = Path(answer_program.__file__), ""
         try:
-            labkit.run(ANSWER_PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
+            labkit.run(program, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
         except labkit.RankFailed as failure:
             problem = _failure_reason(failure, folder, ranks, waiting, hints or {})
         except labkit.RunTimedOut as stopped:
             problem = _timeout_reason(stopped, answers, waiting)
+        # An answer that calls os._exit(0) ends its rank without a failure.
         done = _ranks_with_output(folder, ranks)
         if not problem and len(done) < ranks:
             problem = f"rank {min(set(range(ranks)) - set(done))} {EARLY_EXIT_TEXT}"
-        # A wrong value on one rank often explains the failure of another, so it is reported first.
-        if EARLY_EXIT_TEXT not in problem:
-            for index in done:
-                judge(index, torch.load(output_path(folder, index), weights_only=True))
-        if problem:
-            raise WrongAnswer(problem)
+        outputs = [torch.load(output_path(folder, index), weights_only=True) for index in done]
+    # A wrong value on one rank often explains the failure of another, so it is reported first.
+    if EARLY_EXIT_TEXT not in problem:
+        for index, output in zip(done, outputs, strict=True):
+            try:
+                judge(index, output)
+            except WrongAnswer as wrong:
+                said = f"on rank {index}, {wrong}" if name_rank else str(wrong)
+                raise WrongAnswer(said, expected=wrong.expected, hint=wrong.hint) from None
+    judging.expect(not problem, problem)
+    return outputs
 
 
 def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
@@ -95,15 +87,13 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
     try:
         return payload_pickling.pack_payload(numbered)
     except payload_pickling.PayloadError as error:
-        names = " and ".join(map(answer_name, answers))
-        reason = error_text(error.__cause__ or error)
+        names = " and ".join(map(judging.answer_name, answers))
+        reason = judging.error_text(error.__cause__ or error)
         said = f"{names} cannot be sent to the ranks with what is used there: {reason}"
         # IPython's exit() refers to the whole shell, which cannot be pickled.
-        for answer in answers:
-            if hasattr(answer, "__code__") and {"exit", "quit"} & {*answer.__code__.co_names}:
-                said = f"{said}. Does it call exit()?"
-                break
-        raise WrongAnswer(said) from error
+        codes = [answer.__code__ for answer in answers if hasattr(answer, "__code__")]
+        leaves = any({"exit", "quit"} & {*code.co_names} for code in codes)
+        raise WrongAnswer(f"{said}. Does it call exit()?" if leaves else said) from error
 
 
 def _failure_reason(
@@ -115,13 +105,13 @@ def _failure_reason(
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):
         done = _ranks_with_output(folder, ranks)
-        failures = read_json(run.exit_json()).get("failures")
         # torchrun lists the ranks that it killed. Without that list, a missing output does not
         # show that the rank left by itself.
-        missing = set(range(ranks)) - {*done, *(end["rank"] for end in failures or ())}
-        gone = [index for index in sorted(missing) if not run.error(index).exists()]
+        failures = read_json(run.exit_json()).get("failures") or ()
+        missing = set(range(ranks)) - {*done, *(end["rank"] for end in failures)}
+        gone = [str(index) for index in sorted(missing) if not run.error(index).exists()]
         if gone and failures:
-            return f"rank {' or '.join(map(str, gone))} {EARLY_EXIT_TEXT}"
+            return f"rank {' or '.join(gone)} {EARLY_EXIT_TEXT}"
         if done:
             return f"rank {failure.rank} waited for rank {done[0]}, which was done: {waiting}"
     error = f"{failure.exc_type}: {failure.message}" if failure.message else failure.exc_type
@@ -133,25 +123,19 @@ def _timeout_reason(
     stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
 ) -> str:
     """Say if a rank was still in an answer or all waited; raise NotJudged for anything else."""
-    first_lines: dict[tuple[str, str], int] = {}
-    for answer in answers:
-        if code := getattr(answer, "__code__", None):
-            first_lines[code.co_filename, code.co_name] = code.co_firstlineno
-    frames = {
-        index: _innermost_frame(stack, first_lines)
-        for index, stack in sorted(stopped.stacks.items())
-    }
-    for index, (file, line, name, text) in frames.items():
+    codes = [answer.__code__ for answer in answers if hasattr(answer, "__code__")]
+    first_lines = {(code.co_filename, code.co_name): code.co_firstlineno for code in codes}
+    after, busy = f"after {stopped.timeout_s:g} s rank", -1
+    for index, stack in sorted(stopped.stacks.items()):
+        file, line, name, text = _innermost_frame(stack, first_lines)
         if (file, name) in first_lines:
-            number = line - first_lines[file, name] + 1
-            where = f"rank {index} was still in line {number} of {name}, `{text}`"
-            return f"after {stopped.timeout_s:g} s {where}: when does its loop end?"
-    for index, stack in stopped.stacks.items():
-        if not any(frames[index]) and not stack.startswith(RANK_ENDED_TEXT):
-            where = f"rank {index} was outside your function and waited for nobody"
-            raise NotJudged(
-                f"after {stopped.timeout_s:g} s {where}: this machine is busy; run the check again"
-            )
+            where = f"line {line - first_lines[file, name] + 1} of {name}, `{text}`"
+            return f"{after} {index} was still in {where}: when does its loop end?"
+        if not file and not stack.startswith(RANK_ENDED_TEXT):
+            busy = index
+    if busy >= 0:
+        where = "was outside your function and waited for no other rank"
+        raise NotJudged(f"{after} {busy} {where}: this machine is busy; run the check again")
     return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
 
 
@@ -163,6 +147,6 @@ def _innermost_frame(stack: str, own: Container[tuple[str, str]]) -> tuple[str, 
             # Work.wait() is C++, so only the line that calls it shows up in the stack.
             if "torch/distributed" in file or re.search(r"\bwait\(", text):
                 return file, int(line), "", text
-            if (file, name) in own or name == save_answer_output.__name__:
+            if (file, name) in own or name == answer_program.save_answer_output.__name__:
                 return file, int(line), name, text
     return "", 0, "", ""

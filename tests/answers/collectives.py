@@ -40,12 +40,16 @@ EXERCISES = [
         "shift",
         checks.shift,
         {
-            "rank 0 returned rank 1's vector": SHIFT.format(to="(rank - 1)", source="(rank + 1)", result="arrived"),
-            "rank 0 returned its own vector": SHIFT.format(to="(rank + 1)", source="(rank - 1)", result="mine"),
-            "on rank 0 the function returned NoneType": SHIFT.format(
+            "on rank 0, the result is rank 1's vector": SHIFT.format(
+                to="(rank - 1)", source="(rank + 1)", result="arrived"
+            ),
+            "on rank 0, the result is this rank's own vector": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="mine"
+            ),
+            "on rank 0, the function returned NoneType": SHIFT.format(
                 to="(rank + 1)", source="(rank - 1)", result="None"
             ),
-            "the numbers are right, but rank 0 sent 1,600,000 bytes": """
+            "on rank 0, the numbers are right, but 1,600,000 bytes": """
 everyone = [torch.empty_like(mine) for _ in range(ranks)]
 for _ in range(4):
     dist.all_gather(everyone, mine)
@@ -74,8 +78,8 @@ return [sum(x) for x in zip(*held)][: len(held[0]) // len(held)]
         "all_reduce_in_two",
         checks.all_reduce_in_two,
         {
-            "the sums are right, but rank 0 used all_reduce": "dist.all_reduce(mine)\nreturn mine",
-            "on rank 0 the shape is (2,)": """
+            "on rank 0, the sums are right, made by all_reduce": "dist.all_reduce(mine)\nreturn mine",
+            "on rank 0, the shape is (2,)": """
 part = torch.empty_like(mine[: len(mine) // ranks])
 dist.reduce_scatter(part, list(mine.chunk(ranks)))
 return part
@@ -87,7 +91,7 @@ dist.reduce_scatter(sums[0], parts)
 dist.all_gather(sums, parts[rank])
 return torch.cat(sums)
 """,
-            "rank 0 returned the mean": """
+            "on rank 0, the result is the mean": """
 parts = list(mine.chunk(ranks))
 part, sums = torch.empty_like(parts[0]), [torch.empty_like(part) for part in parts]
 dist.reduce_scatter(part, parts)
@@ -140,17 +144,18 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
         "train",
         checks.train,
         {
-            "rank 0 trained alone: its gradients met no other's": TRAIN.format(
-                broadcast=FIRST, zero=ZERO, average="pass"
-            ),
-            "rank 0 used the sum of all gradients": TRAIN.format(
+            "on rank 0, the model trained alone": TRAIN.format(broadcast=FIRST, zero=ZERO, average="pass"),
+            "on rank 0, the model used the sum of all gradients": TRAIN.format(
                 broadcast=FIRST, zero=ZERO, average="dist.all_reduce(parameter.grad)"
             ),
-            "rank 0 averaged gradients of models that began different": TRAIN.format(
+            "on rank 0, the model averaged gradients of different models": TRAIN.format(
                 broadcast="pass", zero=ZERO, average=MEAN
             ),
-            "rank 0 added the gradients of earlier steps": TRAIN.format(broadcast=FIRST, zero="pass", average=MEAN),
-            "rank 0 left the weights as they were": "for parameter in model.parameters():\n    " + FIRST,
+            "on rank 0, the model added the gradients of earlier steps": TRAIN.format(
+                broadcast=FIRST, zero="pass", average=MEAN
+            ),
+            "on rank 0, the model has the weights that it began with": "for parameter in model.parameters():\n    "
+            + FIRST,
         },
     ),
     Exercise(
@@ -158,13 +163,13 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
         "ring_all_reduce",
         checks.ring_all_reduce,
         {
-            "on rank 0 only part 1 is the sum": RING.format(steps="ranks - 1", put="parts[comes] + arrived"),
+            "on rank 0, only part 1 is the sum": RING.format(steps="ranks - 1", put="parts[comes] + arrived"),
             "on rank 0, part 0 is the sum with numbers added once more": RING.format(
                 steps="2 * (ranks - 1)", put="parts[comes] + arrived"
             ),
             "on rank 0, part 0 of 8 numbers begins": RING.format(steps="2 * (ranks - 1)", put="arrived"),
-            "the sums are right, but rank 0 used all_reduce": "dist.all_reduce(mine)\nreturn mine",
-            "the numbers are right, but rank 0 sent 216 bytes": """
+            "on rank 0, the sums are right, but all_reduce was used": "dist.all_reduce(mine)\nreturn mine",
+            "on rank 0, the numbers are right, but 216 bytes": """
 total = mine.clone()
 for distance in range(1, ranks):
     arrived = torch.empty_like(mine)
@@ -174,7 +179,7 @@ for distance in range(1, ranks):
     total += arrived
 return total
 """,
-            "rank 0 returned its own numbers": "return mine",
+            "on rank 0, the result is this rank's own numbers": "return mine",
         },
     ),
     Exercise(

@@ -91,7 +91,7 @@ limit = torch.tensor(batches)
 dist.broadcast(limit, src=0)
 return limit.item()
 """,
-            "rank 0 got a Tensor": LIMIT.format(op="MIN", result="limit"),
+            "on rank 0, the result is a Tensor": LIMIT.format(op="MIN", result="limit"),
         },
     ),
     Exercise(
@@ -123,18 +123,18 @@ return found
         "recorded",
         checks.recorded,
         {
-            "while a call was under way, rank 0's log did not have it": RECORDED.format(
+            "on rank 0, while a call was under way, the log did not have it": RECORDED.format(
                 **GOOD | {"before": "pass", "after": 'entry["done"] = True; log.append(entry)'}
             ),
-            "while a call was under way, rank 0's log called it done": RECORDED.format(
+            "on rank 0, while a call was under way, the log called it done": RECORDED.format(
                 **GOOD | {"done": "True", "after": "pass"}
             ),
-            "rank 0 got None from an asynchronous call": RECORDED.format(**GOOD | {"result": "None"}),
-            "on rank 0 the collective left other numbers": RECORDED.format(
+            "on rank 0, an asynchronous call returned None": RECORDED.format(**GOOD | {"result": "None"}),
+            "on rank 0, the collective left other numbers": RECORDED.format(
                 **GOOD | {"calls": "collective(tensor, **{name: kwargs[name] for name in kwargs if name != 'op'})"}
             ),
             "on rank 0, TypeError": RECORDED.format(**GOOD | {"calls": "collective(tensor, *args, kwargs)"}),
-            "rank 0 called a collective done that raised an error": """
+            "on rank 0, a collective that raised an error was called done": """
 def call(tensor, *args, **kwargs):
     entry = {"call": collective.__name__, "shape": tuple(tensor.shape), "done": False}
     log.append(entry)
@@ -158,7 +158,7 @@ return call
 size = len(lengths) // ranks
 return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
 """,
-            "deal([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], ranks=2) gave sample 10 to nobody": """
+            "deal([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], ranks=2) gave sample 10 to no rank": """
 order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
 rounds = [order[start : start + ranks] for start in range(0, len(order) - ranks + 1, ranks)]
 turned = [each[::-1] if number % 2 else each for number, each in enumerate(rounds)]
@@ -205,7 +205,7 @@ loss.backward()
                 "        dist.all_reduce",
                 "        if parameter.dim() == 1:\n            continue\n        dist.all_reduce",
             ),
-            "all ranks agree, and their gradients are sums divided by 5 samples": MENDED.replace(
+            "all ranks agree, and their gradients are sums divided by 4 samples": MENDED.replace(
                 DIVISION, "parameter.grad /= len(inputs)"
             ),
             "all ranks agree, and their gradients are sums: a wrong scaling": MENDED.replace(DIVISION, "pass"),
@@ -216,11 +216,11 @@ loss.backward()
         "rounding_alone",
         checks.rounding_alone,
         {
-            "rounding_alone(0.01, 3e-11) gave False": "return apart32 < 1e-5 and apart64 < 1e-12",
-            "rounding_alone(2e-07, 2e-07) gave True": "return apart32 < 1e-5 or apart64 < 1e-9",
-            "rounding_alone(0.001, 0.0009) gave True": "return apart64 < apart32 or apart32 == 0",
-            "rounding_alone(0, 0) gave False": "return apart64 < apart32 / 1e6",
-            "rounding_alone(0, 0) raised ZeroDivisionError": "return apart64 / apart32 < 1e-6",
+            "rounding_alone(apart32=0.01, apart64=3e-11) gave False": "return apart32 < 1e-5 and apart64 < 1e-12",
+            "rounding_alone(apart32=2e-07, apart64=2e-07) gave True": "return apart32 < 1e-5 or apart64 < 1e-9",
+            "rounding_alone(apart32=0.001, apart64=0.0009) gave True": "return apart64 < apart32 or apart32 == 0",
+            "rounding_alone(apart32=0.0, apart64=0.0) gave False": "return apart64 < apart32 / 1e6",
+            "rounding_alone(apart32=0.0, apart64=0.0) raised ZeroDivisionError": "return apart64 / apart32 < 1e-6",
         },
     ),
     Exercise(

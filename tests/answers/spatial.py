@@ -147,10 +147,10 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         {
             "on rank 0, 360 bytes were handed over, and none may be": OUT
             + "return torch.cat([from_left, strip, from_right], dim=-1)",
-            "the test of ones caught it: on rank 0, the last 3 columns are all zero": (
+            "on rank 0, the test of ones caught it: the last 3 columns are all zero": (
                 "return torch.nn.functional.pad(strip, (halo, halo))"
             ),
-            "the test of ones caught it: on rank 0, the first 3 columns are all one": (
+            "on rank 0, the test of ones caught it: the first 3 columns are all one": (
                 "return torch.cat([strip[..., :halo], strip, strip[..., -halo:]], dim=-1)"
             ),
         },

@@ -47,7 +47,7 @@ def main(config: Config) -> None:
 
 
 def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
-    """Pass the answers to the lab's ``run_answer`` and save what it returns, on every rank."""
+    """Save what the lab's ``run_answer`` returns for the answers on this rank."""
     try:
         answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
         module = importlib.import_module(f"labkit.checks.ranks.{lab}")

@@ -1,6 +1,6 @@
 """Run a learner's collectives on a vector per rank, and a training loop on each rank's samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +24,7 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
-        model = make_rank_model(index)
-        answer(model, rank_batches(index), LEARNING_RATE)
-        return {"got": list(model.parameters())}
+        return {"got": run_training(answer)}
     given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
     with CommunicationCounter() as traffic:
         found = [answer(vector.clone(), index, ranks) for vector in given]
@@ -34,6 +32,14 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         dist.all_reduce(vector)
     got = [each if isinstance(each, Tensor) else type(each).__name__ for each in found]
     return {"got": got, "handed": dict(traffic.bytes), "gloo": given}
+
+
+def run_training(answer: Callable[..., Any], *, same_start: bool = False) -> list[Tensor]:
+    """Train this rank's model with the answer, and return the model's parameters."""
+    index = dist.get_rank()
+    model = make_rank_model(0 if same_start else index)
+    answer(model, rank_batches(index), LEARNING_RATE)
+    return list(model.parameters())
 
 
 def rank_vectors(length: int, ranks: int) -> Tensor:
@@ -51,12 +57,9 @@ def make_rank_model(index: int) -> nn.Module:
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """Return a rank's inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS] of each step."""
     draw = torch.Generator().manual_seed(100 + index)
-    shapes = (SAMPLES, INPUTS), (SAMPLES, OUTPUTS)
-    batches = []
-    for _ in range(STEPS):
-        inputs, targets = (torch.randn(shape, generator=draw) for shape in shapes)
-        batches.append((inputs, targets))
-    return batches
+    inputs = torch.randn(STEPS, SAMPLES, INPUTS, generator=draw)
+    targets = torch.randn(STEPS, SAMPLES, OUTPUTS, generator=draw)
+    return list(zip(inputs, targets, strict=True))
 
 
 def train_all_ranks(
@@ -66,24 +69,27 @@ def train_all_ranks(
     together: bool = True,
     factor: float = 1.0,
     forget: bool = True,
-) -> list[Sequence[Tensor]]:
+    zero_last: bool = False,
+) -> list[list[Tensor]]:
     """Simulate data-parallel training in this process and return the parameters of every rank.
 
     The options simulate mistakes: ranks that start from different weights, use their own gradients
-    instead of the mean, scale gradients by ``factor``, or do not clear them between steps.
+    instead of the mean, scale gradients by ``factor``, or do not clear them between steps. With
+    ``zero_last`` the last layer's weight begins as zeros.
     """
     models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
-    batches = [rank_batches(index) for index in range(ranks)]
+    for model in models if zero_last else []:
+        nn.init.zeros_(model.get_parameter("2.weight"))
     for step in range(STEPS):
-        for model, own in zip(models, batches, strict=True):
+        for index, model in enumerate(models):
             if forget:
                 model.zero_grad()
-            inputs, targets = own[step]
+            inputs, targets = rank_batches(index)[step]
             nn.functional.mse_loss(model(inputs), targets).backward()
         for places in zip(*(model.parameters() for model in models), strict=True):
-            gradients = [place.grad for place in places if place.grad is not None]
-            mean = sum(gradients[1:], gradients[0]) / ranks
-            for place, gradient in zip(places, gradients, strict=True):
-                place.grad = factor * (mean if together else gradient)
-                place.data -= LEARNING_RATE * place.grad
+            own = torch.stack([place.grad for place in places if place.grad is not None])
+            used = factor * (own.mean(0).expand_as(own) if together else own)
+            for place, gradient in zip(places, used, strict=True):
+                place.grad = gradient
+                place.data -= LEARNING_RATE * gradient
     return [[place.detach() for place in model.parameters()] for model in models]

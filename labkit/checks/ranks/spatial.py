@@ -20,20 +20,17 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         and collectives; ``grad``, the gradient of the strip, for "function" only.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
-    given = rank_tasks("forward" if what == "function" else what, ranks)[index][0].clone()
-    grad = None
+    is_function = what == "function"
+    given = rank_tasks("forward" if is_function else what, ranks)[index][0].clone()
+    given.requires_grad_(is_function)
+    call = answer.apply if is_function else answer  # type: ignore[attr-defined]
     with CommunicationCounter() as traffic:
-        if what == "function":
-            given.requires_grad_()
-            got = answer.apply(given, HALO, index, ranks)  # type: ignore[attr-defined]
-            if isinstance(got, Tensor):
-                got.backward(rank_tasks("backward", ranks)[index][0])
-                grad = given.grad
-        else:
-            got = answer(given, HALO, index, ranks)
+        got = call(given, HALO, index, ranks)
+        if is_function and isinstance(got, Tensor):
+            got.backward(rank_tasks("backward", ranks)[index][0])
     moved = sum(amount for name, amount in traffic.bytes.items() if name != "recv")
     got = got if isinstance(got, Tensor) else type(got).__name__
-    return {"got": got, "moved": moved, "grad": grad}
+    return {"got": got, "moved": moved, "grad": given.grad}
 
 
 def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
