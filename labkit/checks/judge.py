@@ -317,3 +317,54 @@ def is_tensor_close(
     return got.shape == expected.shape and allclose(
         got.to(expected.dtype), expected, rtol=rtol, atol=atol
     )
+
+
+def expect_close(
+    got: Tensor,
+    right: Tensor,
+    seen: str,
+    likely: dict[str, Tensor],
+    *,
+    otherwise: str = "is wrong",
+    expected: object = "",
+    hint: str = "",
+    hints: dict[str, str] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """Raise WrongAnswer unless a tensor is right: ``seen``, and the words of the likely mistake.
+
+    ``likely`` holds wrong tensors by these words; the first that is close names the mistake, and
+    its hint, if any, is the one of ``hints``.
+    """
+    if not is_tensor_close(got, right, rtol=rtol, atol=atol):
+        close = (
+            words
+            for words, tensor in likely.items()
+            if is_tensor_close(got, tensor, rtol=rtol, atol=atol)
+        )
+        words = next(close, otherwise)
+        expect(False, f"{seen} {words}", expected, (hints or {}).get(words, hint))
+
+
+def judge_cases(
+    answer: Callable[..., Any], right: Callable[..., float], cases: Sequence[tuple[Any, ...]]
+) -> Verdict:
+    """Compare the answer's numbers with the right ones, up to rounding, so that the order of
+    operations is free.
+
+    A case holds the arguments of ``right``, which names them, and a hint.
+    """
+    for *values, hint in cases:
+        arguments = dict(zip(inspect.signature(right).parameters, values, strict=True))
+        asked, expected = call_text(answer, **arguments), right(*values)
+        found = call_answer(answer, in_words=asked, **arguments)
+        seen = f"{asked} gave {value_text(found)}"
+        expect(isinstance(found, Real), f"{seen}, not a number: does every path return?")
+        try:
+            close = math.isclose(found, expected, rel_tol=1e-6)
+        except OverflowError:
+            # An integer may be too large for a float.
+            close = False
+        expect(close, seen, f"{expected:,.6g}", hint)
+    return passing_verdict(f"{len(cases)} cases agree")
