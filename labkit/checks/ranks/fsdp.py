@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     dist.all_gather_object(everyone, given)
     # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
     wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
-    for shard in sum(everyone, []):
+    for shard in chain(*everyone):
         if not isinstance(shard, Tensor) or shard.shape != wanted:
             return {"shards": everyone}
     held = {"at rest": [storage_bytes(unit) for unit in units]}
