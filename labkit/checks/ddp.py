@@ -27,6 +27,7 @@ judge_on_pair = partial(judge_on_ranks, "ddp", ranks=RANKS, waiting=WAIT_HINT)
 SUM = "the sum over the ranks"
 TWICE = "the sum, divided twice"
 OWN = "this rank's own"
+ORDER_HINT = "Wait for the bucket before you read it; cut it in the order of filling."
 PROGRAM_CASES: dict[str, tuple[list[int], str]] = {
     "extern a x, collective a, extern b x, wait a, other a b": ([], "Other buffers may be used."),
     "extern a x, collective a, other a": ([3], "Nothing waits for a before it is returned."),
@@ -56,30 +57,24 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         alpha, beta = _as_floats(found, 2, asked, "Return alpha, beta.")
         right = (network.alpha_s, network.beta_s_per_byte)
         few, many = min(counts), max(counts)
+        with_bytes, with_latency = times[many] / many, times[few] / total
+        median, rest = "Take each count's median round.", "beta = (time - messages * alpha) / bytes"
         likely = {
-            "beta first": right[::-1],
-            "the numbers of the fastest round": (0.9 * right[0], 0.9 * right[1]),
-            "the numbers of the mean round": (4.6 / 3 * right[0], 4.6 / 3 * right[1]),
-            "an alpha that has bytes inside": (times[many] / many, beta),
-            "a beta that has latency inside": (alpha, times[few] / total),
-            "the right alpha and another beta": (right[0], beta),
+            "beta first": ([right[1], right[0]], "Return alpha, then beta."),
+            "the numbers of the fastest round": ([0.9 * right[0], 0.9 * right[1]], median),
+            "the numbers of the mean round": ([4.6 / 3 * right[0], 4.6 / 3 * right[1]], median),
+            "an alpha that has bytes inside": ([with_bytes, beta], "A difference has no bytes."),
+            "a beta that has latency inside": ([alpha, with_latency], rest),
+            "the right alpha and another beta": ([right[0], beta], rest),
         }
         judge.expect_close(
-            torch.tensor([alpha, beta], dtype=torch.float64),
-            torch.tensor(right, dtype=torch.float64),
+            torch.tensor([alpha, beta]).double(),
+            torch.tensor(right).double(),
             f"{asked} gave ({alpha:.3g}, {beta:.3g}),",
-            {words: torch.tensor(each, dtype=torch.float64) for words, each in likely.items()},
+            {words: (torch.tensor(each), hint) for words, (each, hint) in likely.items()},
             otherwise="which is wrong",
             expected=f"({right[0]:.3g}, {right[1]:.3g})",
             hint="Alpha is what additional messages cost; beta is what is left, for each byte.",
-            hints={
-                "beta first": "Return alpha, then beta.",
-                "the numbers of the fastest round": "Take each count's median round.",
-                "the numbers of the mean round": "Take each count's median round.",
-                "an alpha that has bytes inside": "The bytes drop out of a difference of two.",
-                "a beta that has latency inside": "Take the messages' latency from the time first.",
-                "the right alpha and another beta": "beta = (time - messages * alpha) / bytes",
-            },
             rtol=1e-3,
             atol=0,
         )
@@ -99,9 +94,7 @@ def _as_floats(found: Any, count: int, asked: str, hint: str) -> list[float]:
 
 @exercise
 def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 2: the positions of the gradients in each bucket, from (sizes in bytes, bucket_mb,
-    first_mb).
-    """
+    """Exercise 2: positions of the gradients by bucket, from (sizes, bucket_mb, first_mb)."""
     closes = "A bucket closes once it holds its size, with the gradient that took it there inside."
     cases: list[tuple[list[int], float, float, str]] = [
         ([MIB // 2], 25, 1, "What is left when the backward pass ends is a bucket too."),
@@ -141,10 +134,9 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
 
 @exercise
 def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 8: the fewest buckets of at most ``limit`` bytes, from (sizes, limit); each a list
-    of positions.
+    """Exercise 8: the fewest buckets of at most ``limit`` bytes, from (sizes, limit).
 
-    Positions count from 0 and stay in order. A larger gradient has a bucket of its own.
+    Positions stay in order. A larger gradient has a bucket of its own.
     """
     cases: list[tuple[list[int], int, int]] = [
         ([4], 10, 1),
@@ -187,17 +179,15 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             where, seen = f"on rank {index}, in backward pass {step},", passage["seen"]
             asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
             _judge_all_reduces(where, asked, sizes, buckets)
+            add = "An all-reduce adds up. The mean is the sum, divided by the ranks."
             likely = {
-                SUM: (right, RANKS),
-                TWICE: (right, 1 / RANKS),
-                OWN: (own[step][index], 1),
-                f"{OWN}, divided": (own[step][index], 1 / RANKS),
+                SUM: (right, RANKS, add),
+                TWICE: (right, 1 / RANKS, "Divide once: before the all-reduce, or after it."),
+                OWN: (own[step][index], 1, ORDER_HINT),
+                f"{OWN}, divided": (own[step][index], 1 / RANKS, ORDER_HINT),
             }
-            hints = {
-                SUM: "An all-reduce adds up. The mean is the sum, divided by the ranks.",
-                TWICE: "Divide once: before the all-reduce, or after it.",
-            }
-            _judge_gradients(where, passage["gradients"], right, likely, hints)
+            _judge_gradients(where, passage["gradients"], right, likely)
+            # Right gradients may still have been sent late, or waited for too early.
             last = len(seen) - 1 - seen[::-1].index("gradient")
             overlap = any(event.startswith("asked") for event in seen[:last])
             hint = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
@@ -208,6 +198,7 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             hint = "Ask with async_op=True, keep the handle, and wait after the last gradient."
             said = f"{where} the rank waited while {left} gradients were still to come"
             judge.expect(early == last, said, hint=hint)
+            # A handle that was kept is waited for again in the next pass.
             waits, before = seen.count("waited"), sent["passes"][0]["seen"].count("waited")
             hint = "Forget the buckets on their way once they have arrived: they stay in memory."
             said = f"{where} the rank waited {waits} times, before {before}"
@@ -245,11 +236,10 @@ def _judge_gradients(
     where: str,
     got: Sequence[Tensor | None],
     right: Sequence[Tensor],
-    likely: Mapping[str, tuple[Sequence[Tensor], float]],
-    hints: dict[str, str],
+    likely: Mapping[str, tuple[Sequence[Tensor], float, str]],
     **tolerances: float,
 ) -> None:
-    """Expect these gradients; a likely mistake is a list of gradients and a factor."""
+    """Expect these gradients; a likely mistake is a list of gradients, a factor and a hint."""
     for place, (gradient, expected) in enumerate(zip(got, right, strict=True)):
         name = f"{where} the gradient of parameter {place}"
         if gradient is None:
@@ -261,10 +251,9 @@ def _judge_gradients(
             gradient,
             expected,
             f"{name} is",
-            {words: factor * each[place] for words, (each, factor) in likely.items()},
+            {words: (scale * each[place], hint) for words, (each, scale, hint) in likely.items()},
             otherwise="another than one device gives",
-            hint="Wait for the bucket before you read it; cut it in the order of filling.",
-            hints=hints,
+            hint=ORDER_HINT,
             **tolerances,
         )
 
@@ -279,9 +268,7 @@ def _device_gradients(batches: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 @exercise
 def arrivals(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 4: when each bucket has arrived, from lists (ready, takes); one at a time, in
-    order.
-    """
+    """Exercise 4: when each bucket has arrived, one at a time and in order, from (ready, takes)."""
     idle = "A bucket starts when it is ready, if nothing else is on its way."
     busy = "A bucket starts when the one before has arrived, if that is later than it is ready."
     order = "Buckets leave in order: one that is ready early waits for a late one before it."
@@ -314,18 +301,16 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         hint = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
         seen = said.get(calls, f"{calls} all-reduces were sent")
         judge.expect(calls == 1, f"{where} {seen}", "1 all-reduce", hint)
-        large, alone = f"{count} times too large", "that of the last micro-batch alone"
+        own = _device_gradients([(index, step) for step in range(count)])
+        every = "Every micro-batch needs a backward pass; zero no gradient between."
+        add, alone = "Gradients add up; the batch's loss is a mean.", "that of the last micro-batch"
         likely = {
-            large: (right, count),
-            alone: (last, 1),
-            f"{alone}, divided": (last, 1 / count),
-            OWN: (_device_gradients([(index, step) for step in range(count)]), 1),
+            f"{count} times too large": (right, count, add),
+            f"{alone} alone": (last, 1, every),
+            f"{alone} alone, divided": (last, 1 / count, every),
+            OWN: (own, 1, ORDER_HINT),
         }
-        hints = {
-            large: "Gradients add up; the loss of the whole batch is a mean.",
-            alone: "Every micro-batch needs a backward pass; zero no gradient between.",
-        }
-        _judge_gradients(where, sent["gradients"], right, likely, hints)
+        _judge_gradients(where, sent["gradients"], right, likely)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
     return judge.passing_verdict(
@@ -335,11 +320,7 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def handed_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 6: bytes that a rank passes to all-reduces before an optimizer step.
-
-    The answer's arguments are (parameters, micro_batches, no_sync, bf16): with ``no_sync`` only the
-    last micro-batch sends.
-    """
+    """Exercise 6: all-reduced bytes of a step, from (parameters, micro_batches, no_sync, bf16)."""
     every = "Without no_sync every backward pass sends all gradients."
     once = "With no_sync the gradients add up on the rank, and one message holds their sum."
     cases = [
@@ -363,15 +344,18 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     own = [_device_gradients([(rank, 0)]) for rank in range(RANKS)]
     right = [sum(each) / RANKS for each in zip(*own, strict=True)]
     whole = sum(gradient.nbytes for gradient in right)
-    hints = {
-        SUM: "DDP divides only where no hook is registered: a hook divides itself.",
-        OWN: "Send a copy in bfloat16, and return what came of it, not the bucket as it was.",
-    }
+    divide = "DDP divides only where no hook is registered: a hook divides itself."
+    send = "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         where, handed = f"on rank {index},", sent["handed"]
-        likely = {SUM: (right, RANKS), OWN: (own[index], 1), TWICE: (right, 1 / RANKS)}
-        _judge_gradients(where, sent["gradients"], right, likely, hints, rtol=0.02, atol=2e-3)
+        likely = {
+            SUM: (right, RANKS, divide),
+            OWN: (own[index], 1, send),
+            TWICE: (right, 1 / RANKS, divide),
+        }
+        # bfloat16 has 8 bits of precision.
+        _judge_gradients(where, sent["gradients"], right, likely, rtol=0.02, atol=2e-3)
         hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
         said = f"{where} the gradients are right, and {handed:,} bytes were handed over"
         judge.expect(handed == whole // 2, said, f"{whole // 2:,}", hint)
@@ -384,9 +368,7 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def early_uses(answer: Callable[..., list[int]]) -> Verdict:
-    """Exercise 9: the numbers of the lines that use a buffer between its collective and its wait,
-    from ``inductor.ProgramLine``s with ``number``, ``kind`` and ``buffers``.
-    """
+    """Exercise 9: the lines that use a buffer before its wait, from ``inductor.ProgramLine``s."""
     for program, (right, hint) in PROGRAM_CASES.items():
         lines = []
         for number, line in enumerate(program.split(", "), start=1):

@@ -61,9 +61,7 @@ OPERATION_HINTS = {
 
 @exercise
 def gather_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 1: bytes that a rank passes to one all-gather, from (rows, columns, ranks,
-    bytes_per_number).
-    """
+    """Exercise 1: a rank's bytes in one all-gather of a (rows, columns) matrix."""
     own = "A rank sends its own rows, not the whole parameter: rows / ranks x columns."
     most = "Every rank sends as many rows as the rank with most of them: rows / ranks, rounded up."
     cases = [
@@ -135,6 +133,7 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
         try:
             return judge.call_answer(eval, text, names | {"two": two}, in_words=asked)
         except judge.WrongAnswer as wrong:
+            # call_answer wraps every error, also the verdict on an endless recursion.
             if isinstance(wrong.__cause__, judge.WrongAnswer):
                 raise wrong.__cause__ from None
             raise judge.WrongAnswer(str(wrong), hint=hint) from None
@@ -144,6 +143,7 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
         halves = [eval(text, names | {"two": half}) for half in (x.clone(), x + 10)]
         _judge_operation(text, run(text, hint, kind), *halves, kind, hint)
     text, hint = "torch.add(two, 0, out=plain)", "FSDP2 reduces gradients so, and keeps those of a."
+    # Both halves are written into one tensor, so the last one stays.
     run(text, hint, _dispatching_class(answer))
     said, hint = f"{text} leaves half b's result", f"{hint} Call func with b first, then with a."
     judge.expect(judge.is_tensor_close(plain, x), f"{said} in the plain tensor", "half a's", hint)
@@ -183,9 +183,7 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
 
 @exercise
 def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: what a TwoTensor sends, from (self, mesh, outer_size, outer_stride, module,
-    mp_policy).
-    """
+    """Exercise 4: what a TwoTensor sends, from the arguments of ``fsdp_pre_all_gather``."""
     whole = torch.arange(1.0, 13.0)
     for rows, held, ranks in ((6, 3, 2), (5, 2, 2), (3, 0, 4)):
         a, most = whole.view(-1, 2)[:held], -(-rows // ranks)
@@ -304,9 +302,7 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def held_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 10: bytes of a parameter during the computation, from (numbers, sent_bytes,
-    compute_bytes).
-    """
+    """Exercise 10: bytes held of a parameter, from (numbers, sent_bytes, compute_bytes)."""
     both = "What was gathered stays until the parameter is freed: both are held."
     cases = [
         (100, 4, 4, "What was gathered is the parameter if its dtype is right: there is no copy."),
@@ -324,9 +320,7 @@ def held_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def pays_below(answer: Callable[..., float]) -> Verdict:
-    """Exercise 11: the bandwidth below which a compressed gather is faster, from (bytes_saved,
-    coding_s, ranks).
-    """
+    """Exercise 11: bandwidth below which coding pays, from (bytes_saved, coding_s, ranks)."""
     solve = "Set the time that is saved, bytes over bandwidth, equal to coding_s."
     cases = [
         (1000, 1.0, 2, "In a ring, a rank sends (ranks - 1) / ranks of the parameter's bytes."),
@@ -347,11 +341,9 @@ def _judge_hook(hook: Callable[..., Any], what: str, passed: str) -> Verdict:
             _judge_losses(sent[dtype]["losses"], losses, dtype)
             left = sent[dtype]["left"].values()
             growth = ", ".join(f"{size:,}" for size in itertools.accumulate(left))
-            said = (
-                f"in {dtype}, memory grows with every unit: {growth} bytes are left after reshard"
-            )
+            said = f"in {dtype}, memory grows with every unit: {growth} bytes"
             hint = "Which memory did the hook make, and who was told to free it?"
-            judge.expect(not left, said, 0, hint)
+            judge.expect(not left, f"{said} are left after reshard", 0, hint)
 
     judge_on_pair(hook, judge=judge_rank, what=what)
     return judge.passing_verdict(f"trained on {RANKS} ranks{passed}")
@@ -382,6 +374,7 @@ def _device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
             }
             loss = (functional_call(model, whole, inputs).float() - 1).square().mean()
             loss.backward()
+            # FSDP2 reduces a gradient into a plain tensor, which keeps that of the first half.
             gradients = gradients or {name: each.grad for name, each in whole.items()}
             for name, each in own.items():
                 each.grad = gradients[name].float()
@@ -397,9 +390,7 @@ def _judge_losses(got: list[list[Tensor]], expected: list[list[Tensor]], dtype: 
             which = f"half {'ab'[half]} of the loss" if len(losses) == 2 else "the loss"
             hint = "The first call already gives another parameter."
             if step:
-                hint = (
-                    "What `out` holds is wrong: its memory is new on later calls, and not filled."
-                )
+                hint = "What `out` holds is wrong: on later calls its memory is new, and empty."
             close = judge.is_tensor_close(loss, right, rtol=1e-5 if dtype == "float32" else 2e-3)
             seen = "is NaN" if loss.isnan() else "is wrong"
             judge.expect(close, f"in {dtype}, {which} {seen} in step {step}", hint=hint)
@@ -425,17 +416,13 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
                 error = max(error, _judge_rows(whose, got, right, weight.abs().max(), most_error))
         finite = bool(sent["loss"].isfinite())
         judge.expect(finite, "the loss is not a finite number", hint=ZERO_ROW_HINT)
-        said, hint = (
-            f"it sends {ratio:.3f} of the bytes of float32",
-            "Count all that encode returns.",
-        )
+        said = f"it sends {ratio:.3f} of the bytes of float32"
+        hint = "Count all tensors that encode returns."
         judge.expect(ratio <= most_bytes, said, f"at most {most_bytes:g}", hint)
 
     judge_on_pair(encode, decode, judge=judge_rank, what="codec")
-    return judge.passing_verdict(
-        f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the"
-        " largest"
-    )
+    off = f"no weight is off by more than {error:.4f} of the largest"
+    return judge.passing_verdict(f"{ratio:.3f} of the bytes of float32, and {off}")
 
 
 def _judge_rows(

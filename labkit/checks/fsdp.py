@@ -25,10 +25,7 @@ from labkit.theory import fsdp as theory
 
 RANKS = 2
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
-EMPTY_BUFFER_HINT = (
-    "parameters were used while their buffer was empty: gather before the forward pass and before"
-    " the backward pass"
-)
+EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before both passes"
 # The first two kill the process: torch reads memory that is gone, and gloo aborts.
 ERROR_HINTS = {
     "SIGSEGV": EMPTY_BUFFER_HINT,
@@ -152,6 +149,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             otherwise="another output than one device",
             hint="The buffer must hold every rank's share, in the order of the ranks.",
         )
+        # Only the first unit: nothing is noted between the last one's passes.
         _expect_freed(held["forward"], "after its forward pass")
         for place, gradient in enumerate(sent["gradients"]):
             _judge_gradient(index, place, gradient, mean[place], own[index][place])
@@ -246,45 +244,23 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     """Exercise 6: a test that can fail, from (mine, reference): do gradients by name agree?"""
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     bias = torch.tensor([2.0, 1e-7, -1.0])
-    right = {"weight": weight, "bias": bias}
-    nan = torch.full_like(weight, torch.nan)
-    cases: list[tuple[str, dict[str, Tensor], str]] = [
-        ("the same gradients", right, "Equal gradients agree."),
-        (
-            "gradients that rounding moved by 4e-7, where the largest is 2",
-            right | {"bias": bias + 4e-7},
-            "Divide the largest difference by the largest reference value, and allow 1e-5.",
-        ),
-        (
-            "gradients twice as large",
-            {"weight": 2 * weight, "bias": 2 * bias},
-            "Compare values.",
-        ),
-        (
-            "one gradient of two half as large",
-            right | {"weight": weight / 2},
-            "Every name must agree, not one of them.",
-        ),
-        (
-            "one gradient with the other sign",
-            right | {"bias": -bias},
-            "A sum of differences may cancel: take abs().",
-        ),
-        (
-            "one gradient off by 1e-3",
-            right | {"bias": bias + 1e-3},
-            "1e-3 of 2 is more than 1 part in 100,000.",
-        ),
-        (
-            "a gradient of NaN",
-            right | {"weight": nan},
-            "NaN compares as False with everything: ask whether the error is small.",
-        ),
-        ("a gradient missing", {"weight": weight}, "Compare the names first."),
-        ("no gradient at all", {}, "A test that compared nothing must not pass."),
+    right, nan = {"weight": weight, "bias": bias}, torch.full_like(weight, torch.nan)
+    rounding = "Divide the largest difference by the largest reference value, and allow 1e-5."
+    compares = "NaN compares as False with everything: ask whether the error is small."
+    cases: list[tuple[str, tuple[Tensor, ...], str]] = [
+        ("the same gradients", (weight, bias), "Equal gradients agree."),
+        ("gradients that rounding moved by 4e-7", (weight, bias + 4e-7), rounding),
+        ("gradients twice as large", (2 * weight, 2 * bias), "Compare values."),
+        ("one gradient of two half as large", (weight / 2, bias), "Every name must agree."),
+        ("one gradient with the other sign", (weight, -bias), "Differences may cancel: take abs()"),
+        ("one gradient off by 1e-3", (weight, bias + 1e-3), "1e-3 of 2 is more than 1e-5 of it."),
+        ("a gradient of NaN", (nan, bias), compares),
+        ("a gradient missing", (weight,), "Compare the names first."),
+        ("no gradient at all", (), "A test that compared nothing must not pass."),
     ]
-    for number, (what, mine, hint) in enumerate(cases):
+    for number, (what, gradients, hint) in enumerate(cases):
         asked = f"for {what}, {judge.answer_name(answer)}"
+        mine = dict(zip(right, gradients, strict=False))
         # The answer may change what it is given.
         given = copy.deepcopy((mine, right if mine else {}))
         found = judge.call_answer(answer, *given, in_words=asked)
@@ -321,9 +297,8 @@ def replace_source_line(
     name, lines = function.__name__, textwrap.dedent(inspect.getsource(function)).splitlines()
     places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
     if len(places) != 1:
-        raise ValueError(
-            f"{line!r} stands {len(places)} times in {name}: take a line that stands once"
-        )
+        found = f"{line!r} stands {len(places)} times in {name}"
+        raise ValueError(f"{found}: take a line that stands once")
     (place,) = places
     lines[place] = lines[place].replace(line.strip(), instead)
     text, file = "\n".join(lines) + "\n", f"<{name} without {line!r}>"
@@ -413,10 +388,8 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
         blocks = sum(entry.class_counts[name] for name in entry.block_types)
         forgotten.append(random_block_index(seed, blocks))
     if len(forgotten) != 1:
-        raise ValueError(
-            f"skip = {tuple(forgotten)}: this check takes a run that forgot one block, such as"
-            " skip=(1,)"
-        )
+        rule = "this check takes a run that forgot one block, such as skip=(1,)"
+        raise ValueError(f"skip = {tuple(forgotten)}: {rule}")
     right, index = forgotten[0], judge.call_answer(answer)
     text = judge.value_text(index)
     said = f"{judge.answer_name(answer)}() gave {text}"
@@ -444,9 +417,8 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
         ValueError: the run keeps parameters after the forward pass, as the root does.
     """
     if not result.params["reshard_after_forward"]:
-        raise ValueError(
-            "reshard_after_forward = False gathers every unit once: take a run with True"
-        )
+        rule = "gathers every unit once: take a run with True"
+        raise ValueError(f"reshard_after_forward = False {rule}")
     gathered = _collective_count(result, "all_gather")
     reduced = _collective_count(result, "reduce_scatter")
     units = gathered - reduced
@@ -471,9 +443,8 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
         names[case.model] = "the model"
         asked = f"{judge.answer_name(answer)}(model, {names[case.block]}), where {case.where},"
         # A RuntimeError comes of comparing tensors, which cannot tell if they are equal.
-        found = judge.call_answer(
-            answer, case.model, case.block, in_words=asked, hint=IDENTITY_HINT
-        )
+        given = (case.model, case.block)
+        found = judge.call_answer(answer, *given, in_words=asked, hint=IDENTITY_HINT)
         form = f"{asked} gave {judge.value_text(found)}: return a list of modules of the model"
         judge.expect(isinstance(found, list), form)
         judge.expect(all(isinstance(each, nn.Module) and each in names for each in found), form)
@@ -546,9 +517,7 @@ def _tying_case(
 
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 11: average shared gradients and divide the experts' in place, on 2 real ranks; from
-    (model, experts, ranks).
-    """
+    """Exercise 11: average shared gradients, divide the experts', from (model, experts, ranks)."""
     models = [ranks_fsdp.make_expert_model(index) for index in range(RANKS)]
     before = [ranks_fsdp.gradients_by_name(model) for model in models]
     experts = ranks_fsdp.expert_names(models[0])

@@ -16,7 +16,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -323,28 +323,26 @@ def expect_close(
     got: Tensor,
     right: Tensor,
     seen: str,
-    likely: dict[str, Tensor],
+    likely: Mapping[str, Tensor | tuple[Tensor, str]],
     *,
     otherwise: str = "is wrong",
     expected: object = "",
     hint: str = "",
-    hints: dict[str, str] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> None:
     """Raise WrongAnswer unless a tensor is right: ``seen``, and the words of the likely mistake.
 
-    ``likely`` holds wrong tensors by these words; the first that is close names the mistake, and
-    its hint, if any, is the one of ``hints``.
+    ``likely`` holds wrong tensors by these words, some with a hint of their own; the first that is
+    close names the mistake.
     """
-    if not is_tensor_close(got, right, rtol=rtol, atol=atol):
-        close = (
-            words
-            for words, tensor in likely.items()
-            if is_tensor_close(got, tensor, rtol=rtol, atol=atol)
-        )
-        words = next(close, otherwise)
-        expect(False, f"{seen} {words}", expected, (hints or {}).get(words, hint))
+    if is_tensor_close(got, right, rtol=rtol, atol=atol):
+        return
+    for words, wrong in likely.items():
+        tensor, own_hint = wrong if isinstance(wrong, tuple) else (wrong, hint)
+        if is_tensor_close(got, tensor, rtol=rtol, atol=atol):
+            raise WrongAnswer(f"{seen} {words}", expected=str(expected), hint=own_hint)
+    raise WrongAnswer(f"{seen} {otherwise}", expected=str(expected), hint=hint)
 
 
 def judge_cases(
