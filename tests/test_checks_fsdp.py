@@ -381,7 +381,7 @@ ONE_MORE = (
 )
 # Answers in which the ranks do not send alike, for a launch of their own, and a part of the verdict.
 UNEQUAL = {
-    "first_missing": (ONE_LESS.format(0), "the ranks sent gradients of different sizes to each other: does"),
+    "first_missing": (ONE_LESS.format(0), "the ranks sent tensors of different sizes to each other: does"),
     "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias was divided but not summed"),
     "one_more": (ONE_MORE, "rank 1 waited for rank 0, which was done: does every rank call the same"),
 }  # fmt: skip

@@ -311,3 +311,52 @@ def likely_mistake(
 ) -> Words:
     """Return the first words, or pair with a hint, whose value equals what was found."""
     return next((words for words, value in likely.items() if is_equal(found, value)), otherwise)
+
+
+def expect_close(
+    got: Tensor,
+    right: Tensor,
+    seen: str,
+    likely: Mapping[str, Tensor | tuple[Tensor, str]],
+    *,
+    otherwise: str = "is wrong",
+    expected: object = "",
+    hint: str = "",
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """Raise WrongAnswer unless a tensor is right: ``seen``, and the words of the likely mistake.
+
+    ``likely`` holds wrong tensors by these words, some with a hint of their own; the first that is
+    close names the mistake.
+    """
+    if is_tensor_close(got, right, rtol=rtol, atol=atol):
+        return
+    for words, wrong in likely.items():
+        tensor, own_hint = wrong if isinstance(wrong, tuple) else (wrong, hint)
+        if is_tensor_close(got, tensor, rtol=rtol, atol=atol):
+            raise WrongAnswer(f"{seen} {words}", expected=str(expected), hint=own_hint)
+    raise WrongAnswer(f"{seen} {otherwise}", expected=str(expected), hint=hint)
+
+
+def judge_cases(
+    answer: Callable[..., Any], right: Callable[..., float], cases: Sequence[tuple[Any, ...]]
+) -> Verdict:
+    """Compare the answer's numbers with the right ones, up to rounding, so that the order of
+    operations is free.
+
+    A case holds the arguments of ``right``, which names them, and a hint.
+    """
+    for *values, hint in cases:
+        arguments = dict(zip(inspect.signature(right).parameters, values, strict=True))
+        asked, expected = call_text(answer, **arguments), right(*values)
+        found = call_answer(answer, in_words=asked, **arguments)
+        seen = f"{asked} gave {value_text(found)}"
+        expect(isinstance(found, Real), f"{seen}, not a number: does every path return?")
+        try:
+            close = math.isclose(found, expected, rel_tol=1e-6)
+        except OverflowError:
+            # An integer may be too large for a float.
+            close = False
+        expect(close, seen, f"{expected:,.6g}", hint)
+    return passing_verdict(f"{len(cases)} cases agree")

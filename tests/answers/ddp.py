@@ -10,6 +10,7 @@ changed = functools.partial(answers.changed, "04")
 FIT = "fitted of a network with known alpha and beta gave "
 FIRST_PASS = "on rank 0, in backward pass 0, "
 HALF_MIB = "bucket_plan([524288], bucket_mb=25, first_mb=1) gave "
+BUCKET = "smallest_bucket(total_bytes=1000000, backward_s={}, alpha_s=0.01, beta_s_per_byte=1e-06) gave {}"
 HALVES = "bucket_plan([524288, 524288, 524288, 524288], bucket_mb=0.5, first_mb=1) gave "
 
 EXERCISES = [
@@ -18,22 +19,26 @@ EXERCISES = [
         "fitted",
         checks.fitted,
         {
-            FIT + "beta first, then alpha": changed(
+            FIT + "(1e-09, 0.0001), beta first": changed(
                 "fitted",
                 (
                     "return alpha, (typical[few] - few * alpha) / total_bytes",
                     "return (typical[few] - few * alpha) / total_bytes, alpha",
                 ),
             ),
-            FIT + "the numbers of the fastest round": changed("fitted", ("statistics.median(times)", "min(times)")),
-            FIT + "the numbers of the mean round": changed(
+            FIT + "(9e-05, 9e-10), the numbers of the fastest round": changed(
+                "fitted", ("statistics.median(times)", "min(times)")
+            ),
+            FIT + "(0.000153, 1.53e-09), the numbers of the mean round": changed(
                 "fitted", ("statistics.median(times)", "statistics.mean(times)")
             ),
-            FIT + "an alpha that has bytes inside": changed(
+            FIT + "(0.000105, 9.95e-10), an alpha that has bytes inside": changed(
                 "fitted", ("(typical[many] - typical[few]) / (many - few)", "typical[many] / many")
             ),
-            FIT + "a beta that has latency inside": changed("fitted", ("(typical[few] - few * alpha)", "typical[few]")),
-            FIT + "the right alpha and another beta": changed(
+            FIT + "(0.0001, 1.1e-09), a beta that has latency inside": changed(
+                "fitted", ("(typical[few] - few * alpha)", "typical[few]")
+            ),
+            FIT + "(0.0001, 2.1e-08), the right alpha and another beta": changed(
                 "fitted", ("(typical[few] - few * alpha)", "typical[many]")
             ),
         },
@@ -247,15 +252,11 @@ EXERCISES = [
         "smallest_bucket",
         checks.smallest_bucket,
         {
-            "smallest_bucket(total_bytes=1e+06, backward_s=2, alpha_s=0.01, beta_s_per_byte=1e-06) gave 5,000": changed(
+            BUCKET.format(2.0, "5,000"): changed(
                 "smallest_bucket", ("backward_s - total_bytes * beta_s_per_byte", "backward_s")
             ),
-            "smallest_bucket(total_bytes=1e+06, backward_s=2, alpha_s=0.01, beta_s_per_byte=1e-06) gave 100": changed(
-                "smallest_bucket", ("total_bytes * alpha_s / room", "room / alpha_s")
-            ),
-            "smallest_bucket(total_bytes=1e+06, backward_s=0.5, alpha_s=0.01, beta_s_per_byte=1e-06) gave -20,000": (
-                changed("smallest_bucket", (' if room > 0 else float("inf")', ""))
-            ),
+            BUCKET.format(2.0, "100.0"): changed("smallest_bucket", ("total_bytes * alpha_s / room", "room / alpha_s")),
+            BUCKET.format(0.5, "-20,000"): (changed("smallest_bucket", (' if room > 0 else float("inf")', ""))),
         },
     ),
 ]

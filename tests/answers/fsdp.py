@@ -158,16 +158,16 @@ EXERCISES = [
         "gradients_agree",
         checks.gradients_agree,
         {
-            "Gradients that rounding moved by 4e-7, where the largest is 2: your test says False": (
+            "for gradients that rounding moved by 4e-7, gradients_agree gave False": (
                 "return mine.keys() == reference.keys() and all(torch.equal(mine[n], reference[n]) for n in mine)"
             ),
-            "Gradients twice as large: your test says True": "return mine.keys() == reference.keys()",
-            "One gradient of two half as large: your test says True": f"return any({CLOSE} for name in mine)",
-            "A gradient of NaN: your test says True": (
+            "for gradients twice as large, gradients_agree gave True": "return mine.keys() == reference.keys()",
+            "for one gradient of two half as large, gradients_agree gave True": f"return any({CLOSE} for name in mine)",
+            "for a gradient of NaN, gradients_agree gave True": (
                 f"return len(mine) > 1 and not any({CLOSE.replace('<=', '>')} for name in mine)"
             ),
-            "A gradient missing: your test says True": f"return all(bool({CLOSE}) for name in mine)",
-            "No gradient at all: your test says True": changed("gradients_agree", (" or not mine", "")),
+            "for a gradient missing, gradients_agree gave True": f"return all(bool({CLOSE}) for name in mine)",
+            "for no gradient at all, gradients_agree gave True": changed("gradients_agree", (" or not mine", "")),
         },
     ),
     Exercise(

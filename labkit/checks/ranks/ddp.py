@@ -23,13 +23,6 @@ DELAY_S = 0.05
 MICRO_BATCHES = 3
 
 
-def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook"."""
-    if what == "small_ddp":
-        return run_small_ddp(answer)
-    return run_accumulate(answer) if what == "accumulate" else run_half_hook(answer)
-
-
 class CallOrderCounter(CommunicationCounter):
     """Keep ``seen``, events in order; each all-reduce adds "asked" with its bytes."""
 
@@ -43,6 +36,26 @@ class CallOrderCounter(CommunicationCounter):
         if self.counts["all_reduce"] > calls:
             self.seen.append(f"asked {self.bytes['all_reduce'] - handed}")
         return result
+
+
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+    """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook".
+
+    "accumulate" and "half_hook" return gradients, the ``calls`` of all-reduce, and their bytes.
+    """
+    if what == "small_ddp":
+        return run_small_ddp(answer)
+    model = DistributedDataParallel(make_linear_model())
+    batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
+    if what == "half_hook":
+        model.register_comm_hook(None, answer)
+    with CommunicationCounter() as traffic:
+        if what == "half_hook":
+            mean_squared_error(model, *batches[0]).backward()
+        else:
+            answer(model, batches)
+    calls, handed = traffic.counts["all_reduce"], traffic.bytes["all_reduce"]
+    return {"gradients": clone_gradients(model), "calls": calls, "handed": handed}
 
 
 def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
@@ -72,24 +85,6 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
             loss.backward()
         passes.append({"gradients": clone_gradients(model), "seen": list(watches[-1].seen)})
     return {"passes": passes}
-
-
-def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> dict[str, Any]:
-    """Run the answer on a DDP model; return its gradients and the number of all-reduce calls."""
-    model = DistributedDataParallel(make_linear_model())
-    batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
-    with CommunicationCounter() as traffic:
-        answer(model, batches)
-    return {"gradients": clone_gradients(model), "calls": traffic.counts["all_reduce"]}
-
-
-def run_half_hook(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Use the answer as DDP's communication hook; return gradients and bytes all-reduced."""
-    model = DistributedDataParallel(make_linear_model())
-    model.register_comm_hook(None, answer)
-    with CommunicationCounter() as traffic:
-        mean_squared_error(model, *step_batch(dist.get_rank(), 0)).backward()
-    return {"gradients": clone_gradients(model), "handed": traffic.bytes["all_reduce"]}
 
 
 def make_linear_model() -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import tensors
-from labkit.checks.judge import WrongAnswer, answer_name
+from labkit.checks.judge import answer_name, expect
 from labkit.models.protocol import random_normal
 from labkit.session.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
@@ -54,9 +54,9 @@ def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
     """Return the gathered ``weights`` by name, then the ``loss`` and ``sent`` bytes of one step."""
     model = make_codec_model()
     sent = encode(next(model.parameters()).detach().clone())
-    if not isinstance(sent, tuple) or not all(isinstance(tensor, Tensor) for tensor in sent):
-        given = type(sent).__name__
-        raise WrongAnswer(f"{answer_name(encode)} gave {given}, not a tuple of tensors")
+    is_tuple = isinstance(sent, tuple) and all(isinstance(tensor, Tensor) for tensor in sent)
+    given = type(sent).__name__
+    expect(is_tuple, f"{answer_name(encode)} gave {given}, not a tuple of tensors")
     shard_layers(model, mesh, torch.float32)
     tensors.extend_model(model, Extension(("tensor",) * len(sent), encode, decode))
     weights: dict[str, Any] = {}
@@ -105,75 +105,71 @@ def make_hook_model(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook)
     """Return a sharded model that uses the hook, on int8 weights or on pairs (w, 2 * w)."""
     model = make_linear_stack(HOOK_WIDTHS)
     if what == "int8":
-        watched = check_hook(hook, Tensor)
         tensors.extend_model(shard_layers(model, mesh, dtype), "int8")
         for parameter in model.parameters():
             # FSDP2 looks for the hook on the local shard, see tensors.extend_parameter.
-            parameter._local_tensor.fsdp_post_all_gather = watched  # type: ignore[attr-defined]
+            local: Any = parameter._local_tensor
+            local.fsdp_post_all_gather = partial(call_hook, hook, Tensor)
         return model
 
     class Answered(TwoTensor):
         def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
-            return check_hook(partial(hook, self), TwoTensor)(*args, **kwargs)
+            return call_hook(partial(hook, self), TwoTensor, *args, **kwargs)
 
     tensors.convert_parameters(model, lambda weight: Answered(weight, 2 * weight))
     return shard_layers(model, mesh, dtype)
 
 
-def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
-    """Wrap a post-all-gather hook to raise WrongAnswer for a result that FSDP2 cannot use."""
-
-    def post_all_gather(
-        gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        if out is None:
-            answer = hook(gathered, metadata, dtype)
-            check_first_call(answer, gathered, dtype, kind)
-            return answer
-        # FSDP2 has just allocated this memory again and the old values may still be in it. NaNs
-        # expose a hook that does not write them; a view of what was gathered is left alone.
-        if not storage_pointers([out]) & storage_pointers(gathered):
-            with torch.no_grad(), unsafe_preserve_version_counter(out):
-                for plain in tensors.plain_tensors(out):
-                    plain.fill_(torch.nan)
-        return hook(gathered, metadata, dtype, out=out)
-
-    return post_all_gather
+def call_hook(
+    hook: Hook,
+    kind: type[Tensor],
+    gathered: Sequence[Tensor],
+    metadata: None,
+    dtype: torch.dtype,
+    *,
+    out: Any = None,
+) -> Any:
+    """Call a post-all-gather hook; raise WrongAnswer for a result that FSDP2 cannot use."""
+    if out is None:
+        answer = hook(gathered, metadata, dtype)
+        check_first_call(answer, gathered, dtype, kind)
+        return answer
+    # FSDP2 has just allocated this memory again and the old values may still be in it. NaNs
+    # expose a hook that does not write them; a view of what was gathered is left alone.
+    if not storage_pointers([out]) & storage_pointers(gathered):
+        with torch.no_grad(), unsafe_preserve_version_counter(out):
+            for plain in tensors.plain_tensors(out):
+                plain.fill_(torch.nan)
+    return hook(gathered, metadata, dtype, out=out)
 
 
 def check_first_call(
     answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype, kind: type[Tensor]
 ) -> None:
     """Raise WrongAnswer unless a hook may return this on the first call."""
-    first, parts = "on the first call the", answer if isinstance(answer, tuple) else (answer,)
-    if answer is not parts or len(parts) != 2 or not isinstance(parts[0], kind):
-        seen = ", ".join(type(each).__name__ for each in parts)
-        raise WrongAnswer(
-            f"{first} hook gave {seen}, not two things, "
-            f"a {kind.__name__} and a tuple of the tensors to free"
-        )
-    whole, to_free = parts
-    freed = to_free if isinstance(to_free, tuple | list) else [None]
-    if not all(isinstance(each, Tensor) for each in freed):
-        raise WrongAnswer(
-            f"{first} second part of the answer must be a tuple of the tensors to free"
-        )
-    if whole.shape != gathered[0].shape or whole.dtype != dtype:
-        right = f"{tuple(gathered[0].shape)} in {dtype}: all that was gathered, padding included"
-        raise WrongAnswer(f"the parameter is {tuple(whole.shape)} in {whole.dtype}, not {right}")
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    is_pair = answer is parts and len(parts) == 2 and isinstance(parts[0], kind)
+    seen = f"on the first call the hook gave {', '.join(type(each).__name__ for each in parts)}"
+    rule = f"not two things, a {kind.__name__} and a tuple of the tensors to free"
+    expect(is_pair, f"{seen}, {rule}")
+    whole, freed = parts
+    is_tuple = isinstance(freed, tuple | list) and all(isinstance(each, Tensor) for each in freed)
+    rule = "the second part of the answer must be a tuple of the tensors to free"
+    expect(is_tuple, f"on the first call {rule}")
+    shape, right = tuple(whole.shape), tuple(gathered[0].shape)
+    seen = f"the parameter is {shape} in {whole.dtype}"
+    rule = f"not {right} in {dtype}: all that was gathered, padding included"
+    expect(shape == right and whole.dtype == dtype, f"{seen}, {rule}")
     is_view = storage_pointers([whole]) <= storage_pointers(gathered)
-    if all(each.dtype == dtype for each in gathered) and not is_view:
-        raise WrongAnswer(
-            "what was gathered has the right dtype already, and a copy of it needs the memory twice"
-        )
+    may_copy = any(each.dtype != dtype for each in gathered)
+    seen = "what was gathered has the right dtype already"
+    expect(is_view or may_copy, f"{seen}, and a copy of it needs the memory twice")
 
 
 def storage_pointers(given: Sequence[Tensor]) -> set[int]:
     """Return the storage addresses of the tensors."""
-    pointers = set()
-    for tensor in given:
-        pointers |= {plain.untyped_storage().data_ptr() for plain in tensors.plain_tensors(tensor)}
-    return pointers
+    plain = [each for tensor in given for each in tensors.plain_tensors(tensor)]
+    return {each.untyped_storage().data_ptr() for each in plain}
 
 
 def train_steps(model: nn.Sequential, steps: int) -> list[list[Tensor]]:

@@ -1,8 +1,8 @@
 """Run a learner's functions that shard a small model, or average gradients around local experts."""
 
-import itertools
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,22 +28,6 @@ def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-class PassObserver(nn.Module):
-    """An identity between two units that reports both passes to ``passed``."""
-
-    def __init__(self, passed: Callable[[str], None]):
-        super().__init__()
-        self.passed = passed
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passed("forward")
-        # On the unit's own output, hooks of the unit would run before this one.
-        x = x.view_as(x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self.passed("backward"))
-        return x
-
-
 def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
@@ -54,41 +38,41 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
-    held: dict[str, list[int]] = {}
-
-    def note_memory(moment: str) -> None:
-        held[moment] = [parameter_storage_bytes(unit) for unit in units]
-
     shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
-    everyone: list[Any] = [None] * ranks
     given: list[Any] = [type(each).__name__ for each in shards]
     for place, shard in enumerate(shards):
         if isinstance(shard, nn.Parameter):
             given[place] = shard.detach().clone()
+    everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, given)
-    first: dict[str, Any] = {"shards": everyone}
     # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
     wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
-    for shard in itertools.chain.from_iterable(everyone):
+    for shard in chain(*everyone):
         if not isinstance(shard, Tensor) or shard.shape != wanted:
-            return first
-    note_memory("at rest")
-    model = nn.Sequential(units[0], PassObserver(note_memory), units[1])
+            return {"shards": everyone}
+    held = {"at rest": [storage_bytes(unit) for unit in units]}
+
+    def note_first_unit(*_: Any) -> None:
+        held["forward"] = [storage_bytes(units[0])]
+
+    units[1].register_forward_pre_hook(note_first_unit)
+    model = nn.Sequential(*units)
     with CommunicationCounter() as traffic:
         output = model(inputs)
         (output - targets).square().mean().backward()
-    note_memory("after")
-    first["gradients"] = [None if shard.grad is None else shard.grad.clone() for shard in shards]
+    held["after"] = [storage_bytes(unit) for unit in units]
+    gradients = [None if shard.grad is None else shard.grad.clone() for shard in shards]
     left = [sum(p.grad.nbytes for p in unit.parameters() if p.grad is not None) for unit in units]
     with torch.no_grad():
         for shard in shards:
             if shard.grad is not None:
                 shard -= RATE * shard.grad
         outputs = [output, model(inputs)]
-    return first | {"outputs": outputs, "held": held, "left": left, "sent": dict(traffic.counts)}
+    found = {"shards": everyone, "outputs": outputs, "gradients": gradients}
+    return found | {"held": held, "left": left, "sent": dict(traffic.counts)}
 
 
-def parameter_storage_bytes(unit: nn.Module) -> int:
+def storage_bytes(unit: nn.Module) -> int:
     """Return the bytes of memory behind a unit's parameters."""
     memory = [parameter.untyped_storage() for parameter in unit.parameters()]
     # Parameters that are views of one flat tensor share a storage, which counts once.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, parallel
 from torch.nn import functional
 
-from labkit.checks.judge import WrongAnswer, error_text, value_text
+from labkit.checks.judge import error_text, expect, value_text
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel, random_normal, random_tokens
 from labkit.session.traffic import CommunicationCounter
@@ -27,6 +27,11 @@ INNER = 4 * DIM
 DATA, TP = 2, 2
 # Input and output features of each layer of a pair.
 LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
+# The dimension along which the ranks of a group share each tensor; they hold others whole.
+CUT_DIMS = {
+    "column": {"weight": 0, "bias": 0, "output": -1},
+    "row": {"weight": 1, "input": -1},
+}
 CPU = torch.device("cpu")
 
 
@@ -35,13 +40,9 @@ class Block(LabModel):
 
     def __init__(self, dim: int, inner: int):
         super().__init__()
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, dim, bias=False)
-        self.value = nn.Linear(dim, dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        self.gate = nn.Linear(dim, inner, bias=False)
-        self.up = nn.Linear(dim, inner, bias=False)
-        self.down = nn.Linear(inner, dim, bias=False)
+        linear = partial(nn.Linear, bias=False)
+        self.query, self.key, self.value, self.out = (linear(dim, dim) for _ in range(4))
+        self.gate, self.up, self.down = linear(dim, inner), linear(dim, inner), linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.query(x), self.key(x), self.value(x)
@@ -114,15 +115,15 @@ def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
 
 
 def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
-    """Run one forward and backward pass of this rank's share of a linear layer, made by the answer.
+    """Run both passes of this rank's share of a linear layer, made by the answer.
 
     Returns:
         As far as the passes run: ``parameters`` of every rank by name; ``output`` or ``error``;
         ``grad`` of the input; ``gradients`` by name; calls along tp, ``forward`` and ``backward``.
     """
-    line, place = mesh["tp"], mesh["tp"].get_local_rank()
+    place = mesh["tp"].get_local_rank()
     layer, x, gradient = whole_layer(which, mesh["data"].get_local_rank())
-    share = answer(layer, line.get_group())
+    share = answer(layer, mesh["tp"].get_group())
     held: Any = type(share).__name__
     if isinstance(share, nn.Module):
         held = {name: each.detach().clone() for name, each in share.named_parameters()}
@@ -130,13 +131,8 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
     dist.all_gather_object(found["parameters"], held)
     if not isinstance(share, nn.Module):
         return found
-    # A column layer takes whole rows and returns parts of them; a row layer does the reverse.
-    wanted = gradient
-    if which == "column":
-        wanted = gradient.chunk(TP, dim=-1)[place]
-    else:
-        x = x.chunk(TP, dim=-1)[place]
-    mine = x.clone().requires_grad_()
+    wanted = layer_shares(which, "output", gradient)[place]
+    mine = layer_shares(which, "input", x)[place].clone().requires_grad_()
     try:
         with CommunicationCounter(mesh) as forward:
             output = share(mine)
@@ -163,6 +159,12 @@ def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
     return layer, torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
 
 
+def layer_shares(which: str, name: str, whole: Tensor) -> list[Tensor]:
+    """Return what each place in the group holds of a layer's weight, bias, input or output."""
+    dim = CUT_DIMS[which].get(name)
+    return [whole.detach()] * TP if dim is None else [*whole.detach().chunk(TP, dim)]
+
+
 def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
     """Train one step with the answer's plan along tp, and FSDP along data.
 
@@ -176,13 +178,20 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     check_plan_form(plan, cut)
     line = cut.get_input(CPU, seed=place)
     found: dict[str, Any] = {"data": place, "entered": [], "between": {}}
+
+    def note_input(name: str, module: nn.Linear, inputs: Any) -> None:
+        found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
+
+    def note_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        found["between"][name] = [*local_part(output).shape]
+
     for name, module in cut.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(partial(_note_input, found, name))
+            module.register_forward_pre_hook(partial(note_input, name))
     try:
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
-            module.register_forward_hook(partial(_note_output, found["between"], name))
+            module.register_forward_hook(partial(note_output, name))
         found["held"] = {name: local_part(each).numel() for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with CommunicationCounter(mesh) as counter:
@@ -191,21 +200,11 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
             cut.get_loss(line, output).backward()
     except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError) as error:
         return found | {"error": error_text(error).splitlines()[0]}
-    gradients: dict[str, Any] = {name: each.grad for name, each in cut.named_parameters()}
-    for name, gradient in gradients.items():
-        if isinstance(gradient, DTensor):
-            gradients[name] = gradient.full_tensor()
+    gradients = {
+        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        for name, each in cut.named_parameters()
+    }
     return found | {"gradients": gradients, "sent": dict(counter.along["tp"].counts)}
-
-
-def _note_input(found: dict[str, Any], name: str, module: nn.Linear, inputs: Any) -> None:
-    found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
-
-
-def _note_output(
-    shapes: dict[str, list[int]], name: str, module: nn.Module, inputs: Any, output: Any
-) -> None:
-    shapes[name] = [*local_part(output).shape]
 
 
 def make_exercise_model(name: str) -> LabModel:
@@ -222,15 +221,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def check_plan_form(plan: Any, model: nn.Module) -> None:
     """Raise WrongAnswer unless a plan maps layer names to parallel styles."""
-    if not isinstance(plan, dict):
-        raise WrongAnswer(
-            f"the plan is {value_text(plan)}, not a dict such as {{'up': ColwiseParallel()}}"
-        )
+    said = f"the plan is {value_text(plan)}"
+    expect(isinstance(plan, dict), f"{said}, not a dict such as {{'up': ColwiseParallel()}}")
     layers = nn.Linear | nn.Embedding
     there = [name for name, module in model.named_modules() if isinstance(module, layers)]
     for name, style in plan.items():
-        if name not in there:
-            raise WrongAnswer(f"there is no layer {value_text(name)}: there are {', '.join(there)}")
-        if not isinstance(style, parallel.ParallelStyle):
-            said = f"{name} is to be {value_text(style)}"
-            raise WrongAnswer(f"{said}: write ColwiseParallel() or RowwiseParallel()")
+        said = f"there is no layer {value_text(name)}: there are {', '.join(there)}"
+        expect(name in there, said)
+        said = f"{name} is to be {value_text(style)}: write ColwiseParallel() or RowwiseParallel()"
+        expect(isinstance(style, parallel.ParallelStyle), said)
