@@ -184,7 +184,7 @@ def test_a_plan_over_its_limits_is_told_by_how_much(answer, planned, monkeypatch
     assert said[0].startswith(begins)
     assert said[0].removeprefix(begins).split()[0] in ("activations.", "temporary,")  # equal but for 500 bytes
     assert said[1].startswith("wrong: the peak is less than 1 % above the bound. ")
-    assert said[2].startswith("wrong: 6 all-gathers a step are too many, expected at most 3. Large units, and units that stay")
+    assert said[2].startswith("wrong: 6 all-gathers a step are too many, expected at most 3. Large units, and units")
     assert said[3].startswith("wrong: the peak is 200 % above the bound. ")
     choice = {"checkpointing": False, "reshard_after_forward": True}
     assert asked == [(("fsdp_wrap",), {"nproc": 2, **SMALL, **choice})] * 4

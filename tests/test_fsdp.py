@@ -341,7 +341,7 @@ def test_checkpointing_keeps_names_plain_and_refuses_absent_blocks():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin memory for")
 def test_fsdp1_does_not_offload_without_a_gpu():
-    with pytest.raises(ValueError, match="FSDP1 pins the memory .* use fsdp 2"):
+    with pytest.raises(ValueError, match=r"FSDP1 pins the memory .* use fsdp 2"):
         apply_fsdp1(MLPStack(), block_types=("MLP",), cpu_offload=True)
 
 
