@@ -178,6 +178,7 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         for step, (passage, right) in enumerate(zip(sent["passes"], mean, strict=True)):
             where, seen = f"on rank {index}, in backward pass {step},", passage["seen"]
             asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
+            # Wrong buckets would explain wrong gradients, so they come first.
             _judge_all_reduces(where, asked, sizes, buckets)
             add = "An all-reduce adds up. The mean is the sum, divided by the ranks."
             likely = {

@@ -83,6 +83,7 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
     """Exercise 2: ``__new__`` of a tensor that holds two tensors, from (cls, a, b)."""
     kind = type("Two", (Tensor,), {"__torch_dispatch__": TwoTensor.__dict__["__torch_dispatch__"]})
     plain = torch.arange(6.0).view(2, 3)
+    # Each differs from the first in what a wrapper has by default.
     for what, a in {
         "of shape (2, 3)": plain,
         "of 64-bit numbers": plain.double(),
@@ -140,8 +141,8 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
 
     for text, hint in OPERATION_HINTS.items():
         kind = _dispatching_class(answer)
-        halves = [eval(text, names | {"two": half}) for half in (x.clone(), x + 10)]
-        _judge_operation(text, run(text, hint, kind), *halves, kind, hint)
+        a, b = (eval(text, names | {"two": half}) for half in (x.clone(), x + 10))
+        _judge_operation(text, run(text, hint, kind), a, b, kind, hint)
     text, hint = "torch.add(two, 0, out=plain)", "FSDP2 reduces gradients so, and keeps those of a."
     # Both halves are written into one tensor, so the last one stays.
     run(text, hint, _dispatching_class(answer))
@@ -185,6 +186,7 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
 def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
     """Exercise 4: what a TwoTensor sends, from the arguments of ``fsdp_pre_all_gather``."""
     whole = torch.arange(1.0, 13.0)
+    # Even rows, uneven rows, and a rank that holds none.
     for rows, held, ranks in ((6, 3, 2), (5, 2, 2), (3, 0, 4)):
         a, most = whole.view(-1, 2)[:held], -(-rows // ranks)
         mesh = SimpleNamespace(size=lambda ranks=ranks: ranks)
@@ -274,7 +276,7 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         # No tensor holds an integer of hundreds of digits.
-        is_number = isinstance(found, Real) and abs(found) < 1e30
+        is_number = issubclass(type(found), Real) and abs(found) < 1e30
         judge.expect(is_number, f"{said} gave {judge.value_text(found)}, not one number")
         root, size = off.square().mean().sqrt(), exact.square().mean().sqrt()
         right, largest = root / size, off.abs().max()
@@ -356,6 +358,7 @@ def _device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
         ranks_extensions.make_linear_stack(ranks_extensions.HOOK_WIDTHS)
         for _ in range(1 if what == "int8" else 2)
     ]
+    # The second half holds twice the weights, as in make_hook_model.
     with torch.no_grad():
         for parameter in models[-1].parameters():
             parameter.mul_(len(models))

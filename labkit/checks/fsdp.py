@@ -136,6 +136,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         where, inputs = f"on rank {index},", ranks_fsdp.rank_batch(index)[0]
+        # In the order of a step, because the first difference explains the later ones.
         for rank, shards in enumerate(sent["shards"]):
             for place, shard in enumerate(shards):
                 _judge_share(rank, place, shard, whole[place].chunk(RANKS))
@@ -316,7 +317,7 @@ def memory_plan(
 ) -> Verdict:
     """Exercise 7: a plan for real ranks, ``PLAN_CHOICES``, that stays within two limits.
 
-    What a run measures differs by some kB, so the limit should leave 1 %.
+    What runs measure differs by some kB, so the limit should leave 1 %.
 
     Args:
         answer: returns parameters of fsdp_wrap by name; the others keep their defaults.
@@ -334,6 +335,7 @@ def memory_plan(
     except labkit.RunTimedOut as stopped:
         said = f"a run with this plan had no end after {stopped.timeout_s:g} s"
         raise judge.WrongAnswer(f"{said}; raise timeout_s if it is only slow") from stopped
+    # The verdict names no bytes, because runs differ by some kB.
     excess = result.value("peak_total_bytes") / bound_bytes - 1
     percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
     hint = f"Of the parts that a plan can change, the largest is {_largest_category(result)}."
@@ -431,6 +433,19 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     return judge.passing_verdict(f"{seen}, one for each block")
 
 
+@dataclass(frozen=True)
+class TyingCase:
+    """A question to the learner, with its answer."""
+
+    model: nn.Module
+    block: nn.Module
+    """The part of the model that becomes a unit."""
+    together: set[nn.Module]
+    """What must be in that unit, ``block`` included."""
+    where: str
+    """Which parameters are tied, for a message that starts with "where"."""
+
+
 @exercise
 def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
     """Exercise 10: the modules that must share a unit with a block, from (model, block).
@@ -449,6 +464,7 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
         judge.expect(isinstance(found, list), form)
         judge.expect(all(isinstance(each, nn.Module) and each in names for each in found), form)
         wrong = {"left out": case.together - {*found}, "took in": {*found} - case.together}
+        # The model's own order, so that the words are the same each time.
         said = [
             f"{what} {', '.join(names[module] for module in names if module in modules)}"
             for what, modules in wrong.items()
@@ -458,7 +474,7 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
     return judge.passing_verdict(f"{len(cases)} models agree")
 
 
-def _tying_hint(case: "TyingCase", found: list[nn.Module]) -> str:
+def _tying_hint(case: TyingCase, found: list[nn.Module]) -> str:
     extra = {*found} - case.together
     if not case.together <= {*found}:
         return "Look at every module of the model, and at each parameter, also deep inside."
@@ -467,19 +483,6 @@ def _tying_hint(case: "TyingCase", found: list[nn.Module]) -> str:
     if any(not [*module.parameters(recurse=False)] for module in extra):
         return "A container holds nothing itself, its parts do: see parameters(recurse=False)."
     return IDENTITY_HINT
-
-
-@dataclass(frozen=True)
-class TyingCase:
-    """A question to the learner, with its answer."""
-
-    model: nn.Module
-    block: nn.Module
-    """The part of the model that becomes a unit."""
-    together: set[nn.Module]
-    """What must be in that unit, ``block`` included."""
-    where: str
-    """Which parameters are tied, for a message that starts with "where"."""
 
 
 def tying_cases() -> list[TyingCase]:

@@ -108,7 +108,7 @@ def make_hook_model(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook)
         tensors.extend_model(shard_layers(model, mesh, dtype), "int8")
         for parameter in model.parameters():
             # FSDP2 looks for the hook on the local shard, see tensors.extend_parameter.
-            local: Any = parameter._local_tensor
+            local: Any = parameter._local_tensor  # type: ignore[attr-defined]
             local.fsdp_post_all_gather = partial(call_hook, hook, Tensor)
         return model
 
