@@ -118,7 +118,7 @@ def _dispatch_command(words: list[str]) -> int:
         if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
             rest = ["list", *rest]
         return _run_subcommand(HISTORY_COMMANDS, rest, f"{PROG} runs")
-    return _run_subcommand({"run": RunCommand, **TOP_COMMANDS} | programs | COMMANDS, words, PROG)
+    return _run_subcommand(TOP_COMMANDS | programs | COMMANDS, words, PROG)
 
 
 def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str], prog: str) -> int:
@@ -160,7 +160,7 @@ def parse_run_command(
         options = config.cli_list_dataclass(options)
     # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
-    parameters = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
+    parameters: Any = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
     combined = make_dataclass(
         kind.__name__.removesuffix("Command"),
         [
@@ -268,7 +268,12 @@ def print_diagnosis(json: bool = False) -> int:
     return 0 if report.ok else 1
 
 
-TOP_COMMANDS = {"show": show_run_summary, "doctor": print_diagnosis, "runs": list_runs}
+TOP_COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": RunCommand,
+    "show": show_run_summary,
+    "doctor": print_diagnosis,
+    "runs": list_runs,
+}
 HISTORY_COMMANDS: dict[str, Callable[..., int | None]] = {
     "list": list_runs,
     "show": show_run,
