@@ -1,23 +1,23 @@
 """The command line.
 
-    python -m labkit doctor                                       # what this machine can do
+    python -m labkit doctor                       # what this machine can do
     python -m labkit run convnext_spatial --nproc 4 --width 256  # as labkit.run in a notebook
-    python -m labkit run convnext_spatial --help                  # the parameters of this program
+    python -m labkit run convnext_spatial --help  # the parameters of this program
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096  # memory, traffic
     python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x  # step time
     python -m labkit plan decoder --model llama_2_7b --world-size 16 64  # what fits?
-    python -m labkit show runs/<a run's folder>                   # the table of an earlier run
+    python -m labkit show runs/<a run's folder>   # the table of an earlier run
 
-    python -m labkit runs  # the newest runs; --program fsdp_wrap, --limit 100
-    python -m labkit runs show a1b2c3                 # one of them, by the end of its folder's name
-    python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values side by side
-    python -m labkit runs prune --keep 100  # remove older ones; --older-than 30 counts days
+    python -m labkit runs                         # the newest runs; --program NAME, --limit 100
+    python -m labkit runs show a1b2c3             # one of them, by the end of its name
+    python -m labkit runs compare a1b2c3 d4e5f6   # parameters and values side by side
+    python -m labkit runs prune --keep 100        # remove older ones; --older-than 30 days
 
-    python -m labkit lab                       # JupyterLab on your own copies of the labs, in my/
-    python -m labkit update                    # what is new in the labs, into your copies
-    python -m labkit reset 2                   # lab 2 anew; your copy is kept beside
-    python -m labkit progress                  # which exercises have passed
-    python -m labkit export                    # the same as a file for a teacher
+    python -m labkit lab                          # JupyterLab on your copies of the labs, in my/
+    python -m labkit update                       # what is new in the labs, into your copies
+    python -m labkit reset 2                      # a fresh copy of lab 2; yours stays beside it
+    python -m labkit progress                     # which exercises have passed
+    python -m labkit export                       # the same as a file for a teacher
     python -m labkit collect *.json --csv table.csv --html table.html
 
 Exit status:
@@ -118,7 +118,7 @@ def _dispatch_command(words: list[str]) -> int:
         if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
             rest = ["list", *rest]
         return _run_subcommand(HISTORY_COMMANDS, rest, f"{PROG} runs")
-    return _run_subcommand({"run": RunCommand, **TOP_COMMANDS} | programs | COMMANDS, words, PROG)
+    return _run_subcommand(TOP_COMMANDS | programs | COMMANDS, words, PROG)
 
 
 def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str], prog: str) -> int:
@@ -160,7 +160,7 @@ def parse_run_command(
         options = config.cli_list_dataclass(options)
     # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
-    parameters = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
+    parameters: Any = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
     combined = make_dataclass(
         kind.__name__.removesuffix("Command"),
         [
@@ -268,7 +268,12 @@ def print_diagnosis(json: bool = False) -> int:
     return 0 if report.ok else 1
 
 
-TOP_COMMANDS = {"show": show_run_summary, "doctor": print_diagnosis, "runs": list_runs}
+TOP_COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": RunCommand,
+    "show": show_run_summary,
+    "doctor": print_diagnosis,
+    "runs": list_runs,
+}
 HISTORY_COMMANDS: dict[str, Callable[..., int | None]] = {
     "list": list_runs,
     "show": show_run,

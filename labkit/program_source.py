@@ -83,7 +83,8 @@ def find_sibling_programs(config_class: type[Any], name: str) -> list[str]:
 def read_field_docs(config_class: type[Any]) -> dict[str, str]:
     """Return the docstrings below the fields of a Config and of those that it inherits from."""
     docs: dict[str, str] = {}
-    for each in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+    bases: Any = filter(dataclasses.is_dataclass, reversed(config_class.__mro__))
+    for each in bases:
         # A class that is already imported is read from its source, if it has one.
         if "field_docs" not in vars(each):
             each.field_docs = {}
