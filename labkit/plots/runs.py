@@ -141,7 +141,8 @@ def memory_by_category(
         if predicted and label in predicted:
             style.mark_prediction(ax, column, 0.3, predicted[label] / 1e6)
     # A figure has one legend, so the line of theory joins that of the categories.
-    handles = list(ax.get_legend().legend_handles)
+    legend: Any = ax.get_legend()
+    handles = list(legend.legend_handles)
     if predicted:
         handles.append(style.prediction_handle("activations, predicted"))
     style.add_legend_above(ax, 3, handles)

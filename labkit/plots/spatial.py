@@ -214,8 +214,8 @@ def placement_picture(
     ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
     below = "nothing is left for it"
     if all(piece.shape):
-        rows, span = piece.indices[:2]
-        below = f"rows {rows.start}–{rows.stop - 1}, columns {span.start}–{span.stop - 1}"
+        lines, span = piece.indices[:2]
+        below = f"rows {lines.start}–{lines.stop - 1}, columns {span.start}–{span.stop - 1}"
     if piece.terms > 1:
         below += f"\nterm {piece.term + 1} of {piece.terms}, drawn {piece.terms} × as bright"
     ax.text(right, 1.03, below, va="top", fontsize=9)

@@ -117,7 +117,8 @@ def add_legend_above(
 def add_figure_legend(ax: Axes, side: str, colours: Colours, fontsize: float) -> None:
     """Add one legend for all panels of the figure of ``ax``, at its "upper" or "lower" side."""
     look: dict[str, Any] = {"ncols": len(colours), "frameon": False, "fontsize": fontsize}
-    ax.figure.legend(handles=legend_patches(colours), loc=f"outside {side} center", **look)
+    look["loc"] = f"outside {side} center"
+    ax.figure.legend(handles=legend_patches(colours), **look)
 
 
 def add_note(ax: Axes, text: str, point: Point, shift: Point, **look: Any) -> Annotation:

@@ -28,7 +28,6 @@ from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
-from labkit.plots.style import Numbers
 from labkit.runs.result import RunResult
 
 # Set in the kernels of a Jupyter server's session, of VS Code, and of Colab.
@@ -37,6 +36,7 @@ FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RE
 MAX_BUTTONS, MAX_LETTERS = 6, 40
 DPI = 100
 
+Numbers = Mapping[str, float]
 Measured = RunResult | None
 
 

@@ -80,8 +80,8 @@ class TwoAxesExplorer(Explorer):
             crowded = ranks > result.session["cores"] and result.device == "cpu"
         wires, seconds = {}, _step_seconds_by_split(costs, **chosen)
         for each, (tokens, axes) in _splits(**chosen).items():
-            handed = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
-            wires[each] = theory.axis_wire_bytes(handed, **axes)
+            expected = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
+            wires[each] = theory.axis_wire_bytes(expected, **axes)
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
         margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
