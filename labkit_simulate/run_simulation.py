@@ -163,9 +163,10 @@ def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, An
     if rank == "different":
         config_class = config.read_config(path)
         program_config = config.build_config(config_class, params) if config_class else None
-        if hasattr(program_config, "different_ranks"):
-            return sorted({*program_config.different_ranks(world_size)})
-        return sorted({0, world_size // 2, last})
+        different_ranks = getattr(program_config, "different_ranks", None)
+        return sorted(
+            {*(different_ranks(world_size) if different_ranks else (0, world_size // 2, last))}
+        )
     if rank == "all":
         if world_size > MAX_SIMULATED_RANKS:
             raise ParameterError(

@@ -115,8 +115,14 @@ def estimate_accuracy(
     for row, (case, seen) in enumerate(measured.items()):
         ratio = predicted[case] / seen
         ax.plot(ratio, row, "o", color=style.BLUE)
-        offset = {"xytext": (7, 0), "textcoords": "offset points"}
-        ax.annotate(f"{ratio:.2f}", (ratio, row), va="center", fontsize=9, **offset)
+        ax.annotate(
+            f"{ratio:.2f}",
+            (ratio, row),
+            (7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     ratios = [predicted[case] / seen for case, seen in measured.items()]
     low, high = min(1 / within, *ratios), max(within, *ratios)
     ax.set(
