@@ -206,9 +206,8 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             judge.expect(waits <= before, said, hint=hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="small_ddp")
-    return judge.passing_verdict(
-        f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave before the last gradient"
-    )
+    passed = f"in {len(buckets)} buckets that leave while gradients are still to come"
+    return judge.passing_verdict(f"the mean on {RANKS} ranks, {passed}")
 
 
 def _judge_all_reduces(

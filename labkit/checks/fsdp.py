@@ -173,9 +173,8 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             judge.expect(calls == count, said, count, hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="units")
-    return judge.passing_verdict(
-        f"equal to one device on {RANKS} ranks, whole parameters held only where they are used"
-    )
+    passed = "and whole parameters are held only where they are used"
+    return judge.passing_verdict(f"equal to one device on {RANKS} ranks, {passed}")
 
 
 def _flat_gradients(index: int) -> list[Tensor]:

@@ -100,7 +100,8 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
             hint = "Cut in order, evenly."
         said = f"{asked} gave"
         judge.expect_close(given, right, said, likely, otherwise=wrong, hint=hint, atol=1e-4)
-    return judge.passing_verdict("parts of own features alone, which add up to one device's result")
+    passed = "each rank computes with its own features alone"
+    return judge.passing_verdict(f"{passed}, and the parts add up to one device's result")
 
 
 @exercise
