@@ -619,7 +619,7 @@ claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05)
 # ### A test that cannot fail
 #
 # Take one line out of the working function: `shard.grad /= ranks`. Now gradients are sums, twice too large on two
-# ranks. (If your line looks different, write yours.) `checks.without` gives the function without that line.
+# ranks. (If your line looks different, write yours.) `checks.replace_source_line` gives the function without that line.
 
 # %%
 LINE = "shard.grad /= ranks"
