@@ -27,8 +27,8 @@ class FileChanges:
 
     def __init__(self, folder: Path, without: set[str]):
         self._folder, self._without = folder, without
+        # The inode of each file, and how many of its bytes were sent.
         self._sent: dict[str, tuple[int, int]] = {}
-        """By name: which file it was, by its number, and how many bytes of it."""
 
     def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
         """Return names of files, the position of what is new, and the new bytes; at the end, of all
@@ -51,15 +51,17 @@ class FileChanges:
             # What is written from now on is copied next time.
             now = os.fstat(file.fileno())
             known, place = self._sent.get(path.name, (None, 0))
-            if known != now.st_ino:
-                place = 0
-                yield path.name, 0, b""
+            is_new = known != now.st_ino
+            place = 0 if is_new else place
             file.seek(place)
-            while place < now.st_size and (
-                part := file.read(min(CHUNK_BYTES, now.st_size - place))
-            ):
+            # An empty file is sent, too.
+            while is_new or place < now.st_size:
+                part = file.read(min(CHUNK_BYTES, now.st_size - place))
+                # The file was cut off meanwhile.
+                if not part and not is_new:
+                    break
                 yield path.name, place, part
-                place += len(part)
+                place, is_new = place + len(part), False
             self._sent[path.name] = now.st_ino, place
 
 
@@ -78,6 +80,13 @@ class FileReceiver:
         if name not in self._own and (path.exists() or path.name.startswith(".")):
             return
         self._own.add(name)
-        with private_files.open_file(path, "r+b" if place else "wb") as file:
-            file.seek(place)
-            file.write(part)
+        if place:
+            with private_files.open_file(path, "r+b") as file:
+                file.seek(place)
+                file.write(part)
+        else:
+            # Atomically, because JSON that is still empty would be an error to a reader.
+            unfinished = path.with_name(f".{path.name}.tmp")
+            with private_files.open_file(unfinished, "wb") as file:
+                file.write(part)
+            unfinished.replace(path)
