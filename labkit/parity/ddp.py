@@ -2,8 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,29 +30,25 @@ def build_chain(
 
 
 def compare_techniques(
+    build: Callable[[], LinearChain],
     mesh: DeviceMesh,
-    device: torch.device,
     case: DDPCase,
     *,
-    dim: int,
-    batch: int = 1,
-    layers: int = 4,
     steps: int = 2,
     modes: Sequence[ddp.DDPMode] = COMPARISON_MODES,
     **how: Any,
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
-    It compares every step's output and gradients, and every parameter after the last step. Each
-    rank has samples of its own; ``how`` is passed on to ``ddp.apply_technique``. The verdict also
-    has the bytes that a rank passes to all-reduces, and those in batches that should send nothing.
+    It compares every step's output and gradients, and every parameter after the last step; ``how``
+    is passed on to ``ddp.apply_technique``. ``sent_without_sync`` of the verdict should be 0 bytes.
     """
-    build, rank = partial(build_chain, dim, case, device, batch, layers), mesh.get_local_rank()
-    one_device = OneDevice(lambda _: build(), mesh.size(), device=device, batches=len(case.batches))
+    one_device = OneDevice(lambda _: build(), mesh.size(), batches=len(case.batches))
     # Techniques are compared with one device rather than with each other, since two that are wrong
     # in the same way would agree. It trains first: their contexts would compile its backward pass.
-    found, reference = training.Parity(), one_device.copies[rank]
+    found, rank = training.Parity(), mesh.get_local_rank()
     expected = one_device.record_steps(steps, rank, found, "gradient")
+    reference = one_device.copies[rank]
     sent_bytes, backwards, without_sync = {}, {}, 0
     for mode in modes:
         lab, before = build(), ddp.count_traced_backwards()
@@ -106,26 +101,21 @@ def _run_backward(lab: LinearChain, model: nn.Module, step: int, rank: int, *bat
 
 
 def compare_buckets(
+    build: Callable[[], LinearChain],
     mesh: DeviceMesh,
-    device: torch.device,
     case: DDPCase,
     *,
-    dim: int,
-    batch: int = 1,
-    layers: int = 4,
     bucket_mb: float,
     **how: Any,
 ) -> dict[str, Any]:
     """Compile a backward pass without gradients and one that adds to them; compare their buckets.
 
     A collective. The buckets are predicted by theory, counted by inductor, parsed from the program
-    that it writes, and recorded when they are sent, with the names of their gradients. Lists in the
-    verdict hold a value for each pass. Fusing needs gradients in float32.
+    that it writes, and recorded when they are sent. Lists in the verdict have a value per pass.
     """
-    way = "compiled" if case.forward else "backward_only"
-    expected = chain_buckets(dim, bucket_mb, way=way, layers=layers)
+    lab, way = build(), "compiled" if case.forward else "backward_only"
+    expected = chain_buckets(lab.dim, bucket_mb, way=way, layers=len(list(lab.children())))
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
-    lab = build_chain(dim, case, device, batch, layers)
     counted, written, sent = [], [], []
     technique = ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how)
     with technique as (model, programs):

@@ -32,15 +32,11 @@ def forward_backward(
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> StepOutcome:
-    """Run forward and backward pass of ``lab``, or its wrapper ``model``, as spans of the step.
-
-    ``scale`` maps the loss to the one whose gradients are computed. Only a step that ``keep``s its
-    output and inputs can be compared.
-    """
+    """Run forward and backward pass of ``lab``, or its wrapper ``model``, as spans of the step."""
     with step.span("forward"), autocast or contextlib.nullcontext():
         output = model(*inputs)
         loss = lab.get_loss(inputs, output)
-    # Measured steps keep nothing, so that they hold no more memory than training needs.
+    # For a comparison. Measured steps hold no more memory than training needs.
     kept = tree_map_only(Tensor, Tensor.detach, output) if keep else None
     del output
     with step.span("backward"):
@@ -56,11 +52,10 @@ def compare_fsdp_training(
     rank: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Train an untrained OneDevice for as many steps as this rank has, and compare. A collective.
+    """Train an untrained OneDevice, and compare a model that trained ``steps``. A collective.
 
-    The model, under FSDP2, FSDP1 or plain, should have trained ``steps`` of them. It compares the
-    loss and output of every step, its input's gradient if it has one, and the last step's
-    gradients, parameters and buffers.
+    It compares the loss, output and input gradient of every step, and the last step's gradients,
+    parameters and buffers. The model is plain or under FSDP1 or FSDP2.
     """
     if not trained:
         raise ValueError(

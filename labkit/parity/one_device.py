@@ -18,7 +18,6 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import find_blocks
 from labkit.parity.training import NamedTensors, Parity, TensorKind, clone_tensors
 
-CPU = torch.device("cpu")
 # Of all ranks in a step.
 MAX_BATCHES = 10_000
 # What is in the short type: parameters and samples of both passes; what autocast chooses; updates
@@ -61,7 +60,6 @@ class OneDevice:
     ranks: int
     # The copies compute in it; float32 rounds nothing.
     dtype: torch.dtype = torch.float32
-    device: torch.device = CPU
     # Of a rank in one step. Their gradients add up, or are averaged: then they are like more ranks.
     batches: int = 1
     mean: bool = False
@@ -73,6 +71,7 @@ class OneDevice:
 
     def __post_init__(self) -> None:
         self.copies = [self.build(rank) for rank in range(self.ranks)]
+        self.device = next(self.copies[0].parameters()).device
         if self.rounding == "everything":
             self.copies = [copy.to(self.dtype) for copy in self.copies]
         self.optimizers = [make_sgd(copy) for copy in self.copies]

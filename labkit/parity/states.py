@@ -1,8 +1,8 @@
 """Compare a distributed model with a whole one, or its ranks with each other, and copy its state.
 
-These are for tests, labkit's and yours, and have names as in torch's FSDP tests.
-``check_sharded_parity`` compares shard by shard, and says which parameter is wrong on which rank;
-``training.Parity``, which the labs use, gathers first and gives one number for all.
+These are for tests, and have names as in torch's FSDP tests. ``check_sharded_parity`` says which
+parameter is wrong on which rank; ``training.Parity``, which the labs use, gathers first and gives
+one number for all.
 """
 
 import hashlib
@@ -27,10 +27,9 @@ def check_sharded_parity(
 ) -> int:
     """Compare this rank's shard of every parameter and gradient with the same part of a whole one.
 
-    Sends nothing, and returns the number of tensors compared. The whole model has reduced
-    gradients. ``prefixes_to_ignore`` are parts of the sharded names that wrappers add, such as
-    ``"_checkpoint_wrapped_module."``. Raises AssertionError for a difference in names, values or
-    gradients, and ValueError where nothing can be compared.
+    Returns the number of tensors compared. Raises AssertionError for a difference in names, values
+    or gradients, and ValueError where nothing can be compared. Wrappers add the prefixes to the
+    sharded names, such as ``"_checkpoint_wrapped_module."``.
     """
     wholes, shards = dict(replicated.named_parameters()), {}
     for name, parameter in sharded.named_parameters():
@@ -39,9 +38,8 @@ def check_sharded_parity(
         shards[name] = parameter
     if list(wholes) != list(shards):
         differing = sorted(wholes.keys() ^ shards.keys()) or "the order alone differs"
-        raise AssertionError(
-            f"the names of the replicated and the sharded parameters differ: {differing}"
-        )
+        what = "the names of the replicated and the sharded parameters differ"
+        raise AssertionError(f"{what}: {differing}")
     if not wholes:
         raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
     compared = 0
@@ -74,11 +72,11 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
     # torch's private placement for such shards is no Shard, but has a dim too.
     dims = [placement.dim for placement in placements if hasattr(placement, "dim")]
     if len(set(dims)) < len(dims):
+        # FSDP over tensor parallelism cuts the last axis first, distribute_tensor the first axis.
+        rule = "which one cut first decides which rows a rank holds"
+        fix = "gather instead, parity.Parity compares whole tensors"
         raise ValueError(
-            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first"
-            " decides which rows a rank holds: FSDP over tensor parallelism cuts the last axis"
-            " first, distribute_tensor the first axis. Gather instead: parity.Parity compares"
-            " whole tensors"
+            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; {rule}: {fix}"
         )
 
 
@@ -94,8 +92,8 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
     if not names:
-        kind = type(model).__name__
-        raise ValueError(f"nothing to compare: {kind} has neither parameters nor buffers")
+        what = f"{type(model).__name__} has neither parameters nor buffers"
+        raise ValueError(f"nothing to compare: {what}")
     for name in names:
         holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
@@ -112,9 +110,8 @@ def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     """Return a digest of a tensor's dtype, shape and bits."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
-            raise ValueError(
-                f"{name} is a shard, {tensor.placements}: it differs between ranks by design"
-            )
+            where = f"a shard, {tensor.placements}"
+            raise ValueError(f"{name} is {where}: it differs between ranks by design")
         tensor = tensor.to_local()
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
@@ -132,8 +129,7 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 def full_params(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all whole parameters by name, without the prefixes of wrappers.
 
-    A collective for a sharded model; FSDP1 must have ``use_orig_params``. Unlike this,
-    ``get_full_params`` in torch's FSDP tests returns a list.
+    A collective for a sharded model; FSDP1 must have ``use_orig_params``.
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
@@ -176,8 +172,7 @@ def copy_state_dict(
 ) -> dict[str, Tensor]:
     """Return a copy of the model's state dict, if asked in host memory and in float16.
 
-    FSDP2's copy holds shards; FSDP1's is a collective. ``_get_state_dict`` in torch's FSDP tests
-    changes the model instead.
+    FSDP2's copy holds shards; FSDP1's is a collective.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:

@@ -33,12 +33,12 @@ def compare_mesh_training(
 ) -> dict[str, Any]:
     """Train on the mesh and on one device, and compare what every step leaves. A collective.
 
-    One device plays the rows of axis ``data``, which divides the samples, in turn. ``build`` makes
-    the model, equal every time; ``apply(model)`` puts it on the mesh. With ``compile``, the result
-    of ``apply(model, compile=True)`` is compared with one device and with the eager version.
+    ``build`` makes the model, equal every time; ``apply(model)`` puts it on the mesh. With
+    ``compile``, ``apply(model, compile=True)`` is compared with one device and the eager version.
     """
+    # One device plays the rows of axis ``data``, which divides the samples, in turn.
     line, found, between = mesh["data"].get_local_rank(), training.Parity(), training.Parity()
-    one_device = OneDevice(lambda _: build(), mesh["data"].size(), device=device)
+    one_device = OneDevice(lambda _: build(), mesh["data"].size())
     reference = one_device.record_steps(steps, line, found, *KINDS)
     # Not inside fuse_all_reduces(), where DDP would not use its own reducer.
     eager = _train(build(), apply(build()), device, line, steps)

@@ -6,9 +6,8 @@
             with step.span("forward"):
                 ...
 
-Such a program runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run
-its records go into the run's folder. Otherwise they stay in memory, and at the end rank 0 prints a
-table for each rank.
+Such a program runs under labkit.run, and its records go into the run's folder. Under bare torchrun,
+or alone as one rank, rank 0 prints a table for each rank at the end.
 """
 
 import contextlib
@@ -104,8 +103,7 @@ class Session:
     def finish_check(self, **result: Any) -> None:
         """End a check: record its verdict, print it as JSON, and exit if any rank is not ok.
 
-        The verdict needs ``ok``, and ``compared``, the number of values that were compared. A rank
-        that compared nothing is not ok.
+        ``compared`` is the number of values that were compared; 0 is not ok.
         """
         if missing := sorted({"ok", "compared"} - result.keys()):
             text = " and ".join(missing)
@@ -130,19 +128,12 @@ class Session:
 def session() -> Iterator[Session]:
     """Join the process group that torchrun's environment describes, or make one of a single rank.
 
-    The group is always left at the end. The backend is NCCL if every rank has a GPU of its own, and
-    gloo on the CPU otherwise.
+    The backend is NCCL if every rank has a GPU of its own, and gloo on the CPU otherwise.
     """
-    defaults = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        # Without this barrier, a rank that leaves soon after joining could break connections that
-        # others are still making: "Connection closed by peer" (pytorch/pytorch#53270).
-        "TORCH_DIST_INIT_BARRIER": "1",
-    }
+    # Without a barrier, a rank that leaves soon after joining could break connections that others
+    # are still making: "Connection closed by peer" (pytorch/pytorch#53270).
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCH_DIST_INIT_BARRIER": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update(defaults | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()

@@ -116,8 +116,7 @@ def profile_step(
     """Profile the step inside the block, and write its bars as records. A collective.
 
     ``units`` are modules by the names of their bars; torch names FSDP2's already, and a compiled
-    pass shows none. ``device`` "cuda" records kernels as well. The raw trace is kept in the run's
-    folder, for ui.perfetto.dev.
+    pass shows none. The run's folder keeps the raw trace, for ui.perfetto.dev.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = profile(activities=activities)
