@@ -15,6 +15,7 @@ marks other techniques' units. The profiler slows a step down: take durations fr
 
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import os
@@ -276,12 +277,13 @@ class _HostActivity:
         }
         ranges = [(UNIT_RANGE_PATTERN.match(event["name"]), event) for event in events]
         marks = [(found[1], unit_name(found[2]), event) for found, event in ranges if found]
-        self._units = _unit_changes(marks)
-        self._fsdp_requests = [
-            (event["ts"], event["ts"] + event["dur"], unit)
-            for label, unit, event in marks
-            if label in _FSDP_REQUESTS
-        ]
+        # Before the first unit, and before the first request of FSDP2.
+        self._units = [(-math.inf, ROOT_UNIT), *_unit_changes(marks)]
+        self._fsdp_requests = [(-math.inf, -math.inf, "")]
+        for label, unit, event in marks:
+            if label in _FSDP_REQUESTS:
+                end = event["ts"] + event["dur"]
+                self._fsdp_requests.append((event["ts"], end, unit))
 
     def compute_bars(self) -> Iterator[LaneBar]:
         """Return the compute of the CPU."""
@@ -295,8 +297,8 @@ class _HostActivity:
         for event in kernels:
             # A kernel may have been launched before the step.
             launch = self._launch(event)
-            phase = self._phase(launch) if launch else "forward"
-            unit = self._unit(launch["ts"] if launch else 0.0, phase)
+            phase, asked_at = (self._phase(launch), launch["ts"]) if launch else ("forward", 0.0)
+            unit = self._unit(asked_at, phase)
             yield LaneBar("compute", unit, phase, event["ts"], event["dur"])
 
     def communication_bars(
@@ -314,22 +316,20 @@ class _HostActivity:
             asked_by = queue.popleft() if queue else None
             collectives.append((event, (asked_by or event)["name"], asked_by))
         gathered: list[str] = []
-        buckets = 0
+        buckets = itertools.count()
         for event, name, asked_by in sorted(collectives, key=lambda each: each[0]["ts"]):
-            what = _collective_name(name)
-            unit = self._fsdp_unit(asked_by["ts"]) if asked_by else ""
-            if unit is None and asked_by:
-                phase = self._phase(asked_by)
-                unit = self._unit(asked_by["ts"])
-                if what == "all_reduce" and phase == "backward":
+            what, unit = _collective_name(name), ""
+            if asked_by and not (unit := self._fsdp_unit(asked_by["ts"])):
+                backward, unit = self._phase(asked_by) == "backward", self._unit(asked_by["ts"])
+                if what == "all_reduce" and backward:
                     # DDP's buckets have numbers.
-                    unit, buckets = f"bucket {buckets}", buckets + 1
-                elif what == "all_gather" and phase != "backward":
+                    unit = f"bucket {next(buckets)}"
+                elif what == "all_gather" and not backward:
                     gathered.append(unit)
                 elif what == "all_gather" and gathered:
                     # FSDP1's backward pass gathers ahead of time, in the reverse order.
                     unit = gathered.pop()
-            yield LaneBar("communication", unit or "", what, event["ts"], event["dur"])
+            yield LaneBar("communication", unit, what, event["ts"], event["dur"])
 
     def _launch(self, event: TraceEvent) -> TraceEvent | None:
         """Return the call that launched an event on the GPU; None if it was before the step."""
@@ -337,26 +337,23 @@ class _HostActivity:
 
     def _phase(self, event: TraceEvent) -> str:
         """Return the phase in which an event of these threads started."""
-        intervals = self._intervals[event["tid"]]
-        interval: _ThreadInterval = _last_before(intervals, event["ts"]) or intervals[0]
-        return interval.phase
+        phase: str = _last_before(self._intervals[event["tid"]], event["ts"]).phase
+        return phase
 
     def _unit(self, moment: float, phase: str = "") -> str:
         """Return the unit whose forward or backward pass ran at this time."""
-        found = _last_before(self._units, moment)
-        unit = found[1] if found else ROOT_UNIT
+        unit: str = _last_before(self._units, moment)[1]
         return "" if phase == "optimizer" else unit
 
-    def _fsdp_unit(self, moment: float) -> str | None:
-        """Return the unit for which FSDP2 requested communication at this time."""
-        found = _last_before(self._fsdp_requests, moment)
-        return found[2] if found and moment <= found[1] else None
+    def _fsdp_unit(self, moment: float) -> str:
+        """Return the unit for which FSDP2 requested communication at this time, or ""."""
+        _, end, unit = _last_before(self._fsdp_requests, moment)
+        return unit if moment <= end else ""
 
 
 def _last_before(found: Sequence[Any], moment: float) -> Any:
-    """Return the last of some tuples, sorted by time, that is not after a moment, or None."""
-    index = bisect_right(found, moment, key=itemgetter(0)) - 1
-    return found[index] if index >= 0 else None
+    """Return the last of some tuples, sorted by time, that is not after a moment, or the first."""
+    return found[max(0, bisect_right(found, moment, key=itemgetter(0)) - 1)]
 
 
 def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]:

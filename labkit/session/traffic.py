@@ -1,9 +1,8 @@
 """Count what a rank sends, and find out which gradients share a bucket.
 
-``BucketRecorder`` watches a backward pass at the level of operators, where every all-reduce passes,
-fused or not. A bucket is a flat tensor, or a list of tensors, without names. But its numbers come
-back as the gradients that the backward pass leaves: so each gradient is found in its bucket by
-value. Equal gradients, such as zeros of the same size, cannot be told apart, and may be swapped.
+A bucket of gradients is sent as a flat tensor, or a list of tensors, without names. But its numbers
+come back as the gradients that the backward pass leaves: so ``BucketRecorder`` finds each gradient
+in its bucket by value. Equal gradients, such as zeros of the same size, may be swapped.
 """
 
 import os
