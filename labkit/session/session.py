@@ -54,11 +54,8 @@ _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 class Session:
     """This rank, while its session lasts."""
 
-    def __init__(
-        self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter
-    ):
-        # The note says why the device is not the one to expect, or is "".
-        self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
+    def __init__(self, rank: int, world_size: int, device: torch.device, writer: RecordWriter):
+        self.rank, self.world_size, self.device = rank, world_size, device
         self._writer, self._meter = writer, meter_class(writer, device)
         self.tensors_have_values = self._meter.tensors_have_values
         # Measured training steps, and those of a check.
@@ -148,7 +145,7 @@ def session() -> Iterator[Session]:
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own)
     try:
-        here = Session(rank, world_size, device, note, writer)
+        here = Session(rank, world_size, device, writer)
         if folder and rank == rank_of_process(0):
             kind, name = here._meter.device_kind_and_name()
             machine = {"device": kind, "device_name": name, "backend": dist.get_backend()}
