@@ -16,6 +16,11 @@ class SimulationMeter(Meter):
     """Record memory, communication and events of one step."""
 
     tensors_have_values: ClassVar[bool] = False
+    # Ranks with the same local index on different hosts would share a core.
+    pins_cores: ClassVar[bool] = False
+
+    def device_kind_and_name(self) -> tuple[str, str]:
+        return "simulated", "simulated"
 
     def steps(
         self,

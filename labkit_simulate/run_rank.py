@@ -26,7 +26,7 @@ from labkit.environment import ENV_SIMULATION
 from labkit.errors import LabError, ParameterError
 from labkit.launcher.worker import run_program
 from labkit.runs.folder import ROOT
-from labkit.session.hooks import hooks
+from labkit.session import session
 from labkit.torch_private import MESH_FACTORIES, FakeTensor, replace, unset_fake_temporarily, wrap
 from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.external_program import is_labkit_program, record_external_program
@@ -63,10 +63,7 @@ def main() -> None:
     """Run the program that sys.argv names as a simulated rank."""
     target = sys.argv[1]
     rank, world_size = int(os.environ["RANK"]), set_world_size()
-    hooks.make_meter = SimulationMeter
-    hooks.device_kind_and_name = lambda device: ("simulated", "simulated")
-    # Ranks with the same local index on different hosts would share a core.
-    hooks.pins_cores = False
+    session.meter_class = SimulationMeter
     patch_torch(rank, world_size)
     with (
         torch_private.FakeTensorMode(allow_non_fake_inputs=True),

@@ -10,6 +10,7 @@ where it sends and where it waits.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -128,23 +129,23 @@ def apply_answer(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.
 def main(config: Config) -> None:
     """Train and measure, or check."""
     case = ddp.DDP_CASES[config.case]
-    sizes = {name: getattr(config, name) for name in ("dim", "batch", "layers")}
     how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
+        build = partial(build_chain, config.dim, case, here.device, config.batch, config.layers)
         if config.check != "none":
             if config.mode == "yours":
                 how |= {"modes": ("yours",), "yours": apply_answer}
             check = compare_techniques if config.check == "parity" else compare_buckets
-            here.finish_check(**check(mesh, here.device, case, **sizes, **how), case=config.case)
+            here.finish_check(**check(build, mesh, case, **how), case=config.case)
             return
-        lab = build_chain(case=case, device=here.device, **sizes)
+        lab = build()
         technique = ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how)
         with technique as (model, programs):
             if config.race:
-                other = build_chain(case=case, device=here.device, **sizes)
+                other = build()
                 rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
                 racers: dict[str, Any] = {config.mode: (lab, model), "ddp": (other, rival)}
                 race_techniques(config, here, racers)

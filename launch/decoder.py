@@ -138,9 +138,7 @@ def main(config: Config) -> None:
         measure = partial(here.plain_steps, most=steps)
         trained = train(config, here, lab, model, parity.make_sgd(model), measure)
         lines, line = here.world_size // config.tp, tp_line_index(config, here)
-        one_device = parity.OneDevice(
-            lambda index: build_model(config, here.device), lines, dtype, here.device
-        )
+        one_device = parity.OneDevice(lambda _: build_model(config, here.device), lines, dtype)
         verdict = compare_fsdp_training(one_device, model, trained, rank=line, steps=steps)
         here.finish_check(**verdict)
 

@@ -355,7 +355,6 @@ def check_parity(training: TrainingLoop) -> dict[str, Any]:
         partial(build_model, config, here.device),
         here.world_size,
         dtype,
-        here.device,
         config.accumulate,
         rounding=rounding,
         mean=True,

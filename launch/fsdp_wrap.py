@@ -246,7 +246,7 @@ def check_parity(
     measure = partial(here.plain_steps, most=steps)
     trained = train(config, here, lab, model, parity.make_sgd(model), measure)
     build = partial(build_model, config, here.device)
-    one_device = parity.OneDevice(build, here.world_size, dtype, here.device)
+    one_device = parity.OneDevice(build, here.world_size, dtype)
     whole = model.unshard_model() if isinstance(model, FlatShards) else model
     return compare_fsdp_training(one_device, whole, trained, rank=here.rank, steps=steps)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,14 @@ def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
+def chain(case, dim=DIM):
+    """What builds the model of a case."""
+    return partial(parity.build_chain, dim, ddp.DDP_CASES[case], CPU, batch=1)
+
+
 def compare(case, inductor):
-    return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
+    how = {"bucket_mb": BUCKET_MB, "inductor": inductor}
+    return parity.compare_techniques(chain(case), mesh(), ddp.DDP_CASES[case], **how)
 
 
 @pytest.mark.timeout(200)
@@ -59,7 +66,7 @@ def unaveraged():
     original = ddp.gradient_sync
     ddp.gradient_sync = lambda model, enabled: original(model, False)
     try:
-        return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=8, steps=1, inductor=False)
+        return parity.compare_techniques(chain("cpu", 8), mesh(), ddp.DDP_CASES["cpu"], steps=1, inductor=False)
     finally:
         ddp.gradient_sync = original
 
@@ -74,7 +81,7 @@ def uncompiled(inductor):
     original = ddp.compile_backward
     ddp.compile_backward = eager_backward
     try:
-        return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=8, steps=1, inductor=inductor)
+        return parity.compare_techniques(chain("cpu", 8), mesh(), ddp.DDP_CASES["cpu"], steps=1, inductor=inductor)
     finally:
         ddp.compile_backward = original
 
@@ -91,7 +98,7 @@ def early_waits():
     original = ddp.fuse_all_reduces
     ddp.fuse_all_reduces = lambda mode, bucket_mb, late_waits: original(mode, bucket_mb, late_waits=False)
     try:
-        return parity.compare_buckets(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
+        return parity.compare_buckets(chain("cpu"), mesh(), ddp.DDP_CASES["cpu"], bucket_mb=BUCKET_MB, fuse="coalesced")
     finally:
         ddp.fuse_all_reduces = original
 

@@ -1,6 +1,7 @@
 """launch/ddp_compile: three buckets at width 2000, in theory, by inductor's count, in its program and on the wire."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ def last_line(result):
 
 def look(dim, bucket_mb, fuse, case="cpu"):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    how = {"dim": dim, "bucket_mb": bucket_mb, "fuse": fuse}
-    return parity.compare_buckets(mesh, torch.device("cpu"), ddp.DDP_CASES[case], **how)
+    build = partial(parity.build_chain, dim, ddp.DDP_CASES[case], torch.device("cpu"), batch=1)
+    return parity.compare_buckets(build, mesh, ddp.DDP_CASES[case], bucket_mb=bucket_mb, fuse=fuse)
 
 
 @pytest.mark.timeout(200)

@@ -1,29 +1,33 @@
-"""labkit.session.hooks: what another package may put in place of the session's own."""
+"""labkit.session.session.meter_class: the meter that another package may put in place of the session's own."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import labkit
 from labkit.runs.folder import ENV_PROCESS_RANKS, rank_of_process
-from labkit.session.hooks import SessionHooks, device_kind_and_name
+from labkit.runs.records import RecordWriter
+from labkit.session.session import meter_class
 
 PROGRAM = """
 import sys
 import torch
 from labkit import rank
-from labkit.session.hooks import hooks
+from labkit.session import session
 from labkit.session.meter import Meter
 
 assert "labkit_simulate" not in sys.modules, "the core needs no simulator"
 
 class NoNumbers(Meter):
     tensors_have_values = False
+    pins_cores = False
 
-hooks.make_meter = NoNumbers
-hooks.device_kind_and_name = lambda device: ("abacus", "Abacus of wood")
-hooks.pins_cores = False
+    def device_kind_and_name(self):
+        return "abacus", "Abacus of wood"
+
+session.meter_class = NoNumbers
 with rank.session() as here:
     assert not here.tensors_have_values
     here.record_scalar("tensor of the run", torch.ones(()))
@@ -41,7 +45,7 @@ def result(tmp_path):
     return labkit.run(program, nproc=1, device="cpu")
 
 
-def test_a_session_takes_its_meter_and_the_name_of_its_device_from_the_hooks(result):
+def test_a_session_takes_another_meter_and_the_name_of_its_device_from_it(result):
     assert (result.device, result.session["device_name"]) == ("abacus", "Abacus of wood")
     assert result.stamp.startswith("Abacus of wood · 1 rank")
     assert (result.value("number of the run"), result.value("number of a step")) == (3, 4)
@@ -49,9 +53,9 @@ def test_a_session_takes_its_meter_and_the_name_of_its_device_from_the_hooks(res
 
 
 def test_without_another_package_a_rank_measures_on_its_own_device():
-    own = SessionHooks()
-    assert own.make_meter.tensors_have_values and own.pins_cores
-    assert own.device_kind_and_name is device_kind_and_name
+    assert meter_class.tensors_have_values and meter_class.pins_cores
+    meter = meter_class(RecordWriter(None, rank=0), torch.device("cpu"))
+    assert meter.device_kind_and_name() == ("cpu", "CPU")
 
 
 def test_a_process_of_torchrun_has_its_index_as_rank_or_what_the_launcher_chose(monkeypatch):

@@ -283,9 +283,7 @@ def test_other_ranks_wait_for_rank_0_to_say_it(monkeypatch, capsys):
 
 def test_only_rank_0_prints(capsys):
     for index in range(2):
-        rank.Session(index, 2, torch.device("cpu"), "", records.RecordWriter(None, index)).print_on_rank_0(
-            f"rank {index}"
-        )
+        rank.Session(index, 2, torch.device("cpu"), records.RecordWriter(None, index)).print_on_rank_0(f"rank {index}")
     assert capsys.readouterr().out == "rank 0\n"
 
 

@@ -13,7 +13,7 @@ from labkit.session.session import records_text
 
 def test_a_rank_keeps_a_text_and_records_what_a_bucket_carries(tmp_path):
     writer = records.RecordWriter(tmp_path, 3)
-    here = rank.Session(3, 4, torch.device("cpu"), "", writer)
+    here = rank.Session(3, 4, torch.device("cpu"), writer)
     here.save_artifact("plan", "é\r\n")
     here.record_bucket(1, {"a.weight": 8, "a.bias": 4})
     writer.close()
@@ -30,7 +30,7 @@ def test_a_text_with_another_name_than_of_a_file_is_refused_and_without_a_run_no
     tmp_path, monkeypatch, folder
 ):
     monkeypatch.chdir(tmp_path)
-    here = rank.Session(0, 1, torch.device("cpu"), "", records.RecordWriter(folder and tmp_path, 0))
+    here = rank.Session(0, 1, torch.device("cpu"), records.RecordWriter(folder and tmp_path, 0))
     with pytest.raises(ParameterError, match=r"cannot keep a text as '\.\./plan'"):
         here.save_artifact("../plan", "text")
     here.save_artifact("plan", "text")

@@ -1,13 +1,12 @@
 """labkit.session.timeline: intervals by hand, made-up traces, and real steps of two ranks."""
 
-import json
-
 import pytest
 import torch
 from programs.timeline_cases import BLOCKS
 from torch import nn
 
 import labkit
+from labkit.runs.folder import RunFolder
 from labkit.runs.records import RecordWriter
 from labkit.session import timeline
 from labkit.session.timeline import LaneBar
@@ -60,10 +59,9 @@ def test_an_exposed_stretch_is_named_by_the_collective_that_started_first():
 
 def test_a_recording_adds_up_and_is_written_as_records():
     bars = [compute(0, 30, "layers.0"), gather(20, 60, "layers.1"), gather(50, 70, "layers.2")]
-    recording = timeline.StepProfile(bars, step_us=100.0)
-    assert (recording.communication_us, recording.exposed_us) == (50, 40)
+    assert (timeline.exposed_us(bars[1:]), timeline.exposed_us(bars)) == (50, 40)
     writer = RecordWriter(None, rank=1)
-    timeline.write_profile(recording, writer, step=7)
+    timeline.write_profile(writer, 7, 100.0, bars)
     lines = [line for line in writer.lines if line["kind"] == "bar"]
     assert [(line["lane"], line["phase"], line["name"], line["start_us"], line["dur_us"]) for line in lines] == [
         ("compute", "forward", "layers.0", 0, 30),
@@ -175,11 +173,12 @@ def test_a_trace_without_a_step_is_refused():
 
 
 def test_recording_leaves_nothing_behind(capfd, tmp_path):
-    layer, wait = nn.Linear(4, 4), torch.distributed.Work.wait
-    with timeline.profile_step(tmp_path / "trace.json", units={"layer": [layer]}) as recording:
+    layer, wait, writer = nn.Linear(4, 4), torch.distributed.Work.wait, RecordWriter(tmp_path, rank=0)
+    with timeline.profile_step(writer, 3, units={"layer": [layer]}):
         layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    assert {(bar.phase, bar.name) for bar in recording.bars} >= {("forward", "layer"), ("backward", "layer")}
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = {(line["phase"], line["name"], line["step"]) for line in writer.lines if line["kind"] == "bar"}
+    assert bars >= {("forward", "layer", 3), ("backward", "layer", 3)}
+    assert timeline.read_trace(RunFolder(tmp_path).trace(0))
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
     assert torch.distributed.Work.wait is wait
@@ -189,7 +188,8 @@ def test_recording_leaves_nothing_behind(capfd, tmp_path):
 
 def test_an_error_in_the_step_is_the_one_that_is_raised():
     layer = nn.Linear(4, 4)
-    with pytest.raises(RuntimeError, match="shapes"), timeline.profile_step(units={"layer": [layer]}):
+    writer = RecordWriter(None, rank=0)
+    with pytest.raises(RuntimeError, match="shapes"), timeline.profile_step(writer, 0, units={"layer": [layer]}):
         layer(torch.ones(2, 5))
     assert not layer._forward_hooks
 
@@ -220,9 +220,9 @@ def computed_ms(bars, what, unit):
     return sum(length for lane, phase, name, _, length in bars if (lane, phase, name) == ("compute", what, unit))
 
 
-def test_fsdp2_exposes_all_communication_on_a_cpu(programs, tmp_path):
+def test_fsdp2_exposes_all_communication_on_a_cpu(programs):
     for _ in range(3):  # a rank that loses its core in mid-wait seems to compute there: then another step is looked at
-        result, spans = recorded(programs, "fsdp2", traces=str(tmp_path))
+        result, spans = recorded(programs, "fsdp2")
         if result.value("exposed_communication") > 0.9 * result.value("communication"):
             break
     assert order(spans, "communication", "all_gather") == ["root", *UNITS, *UNITS[::-1]]
@@ -234,7 +234,7 @@ def test_fsdp2_exposes_all_communication_on_a_cpu(programs, tmp_path):
     exposed_ms, all_ms = result.value("exposed_communication"), result.value("communication")
     assert 0.9 * all_ms < exposed_ms <= all_ms < result.value("profiled_step")
     assert result.value("profiled_step") > 2 * BLOCKS * DELAY_MS
-    raw = timeline.read_trace(tmp_path / "trace_0.json.gz")
+    raw = timeline.read_trace(RunFolder(result.folder).trace(0))
     assert timeline.exposed_us(timeline.step_us_and_bars(raw)[1]) > 0
     assert "USDT" not in result.ranks[0].log()
     assert "profiled_step" in result.summary()

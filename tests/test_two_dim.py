@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fixture_cells import run_cells
 from programs.two_dim_cases import COMPILED, DIM, EAGER
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import labkit
 from labkit import requirements
 from labkit.errors import ParameterError
+from labkit.parity import Parity
 from labkit.parity import two_dim as parity
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
@@ -107,11 +109,15 @@ def test_replicated_dtensors_leave_no_parameters_to_compare(eager):
     assert eager["as torch does it"] == [8, 0], "else PlainParameters is not needed any more"
 
 
-def test_nothing_to_compare_is_an_error():
-    with pytest.raises(ValueError, match="nothing to compare: no gradient for weight, bias"):
-        parity.gradients_and_parameters(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="nothing to compare: no gradient for no parameters"):
-        parity.gradients_and_parameters(nn.ReLU())
+def test_a_gradient_or_parameter_that_is_missing_is_an_error():
+    layer, found = nn.Linear(2, 2), Parity()
+    layer(torch.ones(1, 2)).sum().backward()
+    whole = parity.gradients_and_parameters(layer)
+    with pytest.raises(ValueError, match=r"only on one side: \['gradient bias', 'gradient weight'\]"):
+        found.compare_steps("eager", [parity.gradients_and_parameters(nn.Linear(2, 2))], [whole])
+    with pytest.raises(ValueError, match=r"only on one side: .*'parameter weight'"):
+        found.compare_steps("eager", [parity.gradients_and_parameters(nn.ReLU())], [whole])
+    assert not found.compared
 
 
 def test_the_program_prints_its_verdict_last(measured):

@@ -1,10 +1,8 @@
 """Do DDP, ``replicate`` and their compiled versions give one device's gradients and buckets?"""
 
-import copy
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parallel.ddp import DDPCase
+from labkit.parity import training
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
-from labkit.parity.training import LIMITS, NamedTensors, Parity, count_tensors, tensors_by_name
 from labkit.session.traffic import BucketRecorder, CommunicationCounter
 from labkit.theory.ddp import chain_buckets
 
@@ -32,39 +30,32 @@ def build_chain(
 
 
 def compare_techniques(
+    build: Callable[[], LinearChain],
     mesh: DeviceMesh,
-    device: torch.device,
     case: DDPCase,
     *,
-    dim: int,
-    batch: int = 1,
-    layers: int = 4,
     steps: int = 2,
     modes: Sequence[ddp.DDPMode] = COMPARISON_MODES,
     **how: Any,
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
-    It compares every step's output and gradients, and every parameter after the last step. Each
-    rank has samples of its own; ``how`` is passed on to ``ddp.apply_technique``. The verdict also
-    has the bytes that a rank passes to all-reduces, and those in batches that should send nothing.
+    It compares every step's output and gradients, and every parameter after the last step; ``how``
+    is passed on to ``ddp.apply_technique``. ``sent_without_sync`` of the verdict should be 0 bytes.
     """
-    build, rank = partial(build_chain, dim, case, device, batch, layers), mesh.get_local_rank()
-    one_device = OneDevice(lambda _: build(), mesh.size(), device=device, batches=len(case.batches))
-    reference, found, expected = one_device.copies[0], Parity(), []
+    one_device = OneDevice(lambda _: build(), mesh.size(), batches=len(case.batches))
     # Techniques are compared with one device rather than with each other, since two that are wrong
     # in the same way would agree. It trains first: their contexts would compile its backward pass.
-    for step in range(steps):
-        one_device.train_step(step)
-        found.count_gradients(reference)
-        gradients = copy.deepcopy(tensors_by_name(reference, "gradient"))
-        expected.append((one_device.outputs[rank].detach(), gradients))
+    found, rank = training.Parity(), mesh.get_local_rank()
+    expected = one_device.record_steps(steps, rank, found, "gradient")
+    reference = one_device.copies[rank]
     sent_bytes, backwards, without_sync = {}, {}, 0
     for mode in modes:
         lab, before = build(), ddp.count_traced_backwards()
         with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
-            sent = _train_and_compare(found, mode, lab, model, case, rank, expected)
-        after = (tensors_by_name(each, "parameter") for each in (lab, reference))
+            results, sent = _train(lab, model, case, rank, steps)
+        found.compare_steps(mode, results, expected)
+        after = (training.tensors_by_name(each, "parameter") for each in (lab, reference))
         found.compare_named(f"{mode}, parameter", *after)
         # Were the runs really compiled? Inductor writes a program; without it, count the traces.
         backwards[mode] = ddp.count_traced_backwards() - before
@@ -72,9 +63,9 @@ def compare_techniques(
             backwards[mode] = sum("_c10d_functional" in program for program in programs)
         sent_bytes[mode] = sent.total()
         without_sync += sent[False]
-    a_mode = steps * (1 + count_tensors(reference, "gradient"))
-    a_mode += count_tensors(reference, "parameter")
-    verdict = found.verdict(LIMITS[case.dtype], len(modes) * a_mode)
+    a_mode = steps * (1 + training.count_tensors(reference, "gradient"))
+    a_mode += training.count_tensors(reference, "parameter")
+    verdict = found.verdict(training.LIMITS[case.dtype], len(modes) * a_mode)
     compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -85,28 +76,20 @@ def compare_techniques(
     }
 
 
-def _train_and_compare(
-    found: Parity,
-    mode: str,
-    lab: LinearChain,
-    model: nn.Module,
-    case: DDPCase,
-    rank: int,
-    expected: Sequence[tuple[Tensor, NamedTensors]],
-) -> Counter[bool]:
-    """Train, compare each step, and return the bytes sent in batches with and without a sync."""
-    optimizer, sent = make_sgd(lab), Counter[bool]()
-    for step, (expected_output, gradients) in enumerate(expected):
+def _train(
+    lab: LinearChain, model: nn.Module, case: DDPCase, rank: int, steps: int
+) -> tuple[list[training.NamedTensors], Counter[bool]]:
+    """Return what each step left, and the bytes sent in batches with and without a sync."""
+    optimizer, sent, results = make_sgd(lab), Counter[bool](), []
+    for step in range(steps):
         optimizer.zero_grad()
         for batch, synced in enumerate(case.batches):
             with CommunicationCounter() as counter, ddp.gradient_sync(model, synced):
                 output = _run_backward(lab, model, step, rank, batch, len(case.batches))
             sent[synced] += counter.bytes["all_reduce"]
-        found.compare_tensor(f"{mode}, step {step}, output", output, expected_output)
-        own = tensors_by_name(lab, "gradient")
-        found.compare_named(f"{mode}, step {step}, gradient", own, gradients)
+        results.append({"output": output, **training.clone_tensors(lab, "gradient")})
         optimizer.step()
-    return sent
+    return results, sent
 
 
 def _run_backward(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int) -> Tensor:
@@ -118,28 +101,21 @@ def _run_backward(lab: LinearChain, model: nn.Module, step: int, rank: int, *bat
 
 
 def compare_buckets(
+    build: Callable[[], LinearChain],
     mesh: DeviceMesh,
-    device: torch.device,
     case: DDPCase,
     *,
-    dim: int,
-    batch: int = 1,
-    layers: int = 4,
     bucket_mb: float,
     **how: Any,
 ) -> dict[str, Any]:
     """Compile a backward pass without gradients and one that adds to them; compare their buckets.
 
     A collective. The buckets are predicted by theory, counted by inductor, parsed from the program
-    that it writes, and recorded when they are sent, with the names of their gradients. Lists in the
-    verdict hold a value for each pass. Fusing needs gradients in float32.
+    that it writes, and recorded when they are sent. Lists in the verdict have a value per pass.
     """
-    expected = chain_buckets(
-        dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers
-    )
+    lab, way = build(), "compiled" if case.forward else "backward_only"
+    expected = chain_buckets(lab.dim, bucket_mb, way=way, layers=len(list(lab.children())))
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
-    assert predicted_bytes, "a chain has gradients, and they are in some bucket"
-    lab = build_chain(dim, case, device, batch, layers)
     counted, written, sent = [], [], []
     technique = ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how)
     with technique as (model, programs):
@@ -150,6 +126,7 @@ def compare_buckets(
             written.append(programs[-1])
             sent.append(wire.gradients_by_bucket(lab.named_parameters()))
     listed = [inductor.find_buckets(program) for program in written]
+    orders = list(map(request_wait_order, listed))
     result: dict[str, Any] = {
         "predicted": len(expected),
         "predicted_bytes": predicted_bytes,
@@ -157,19 +134,21 @@ def compare_buckets(
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
         "handed_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
         "programs": len(set(written)),
-        "orders": list(map(request_wait_order, listed)),
-        "most_in_flight": list(map(_max_in_flight, listed)),
+        "orders": orders,
+        "most_in_flight": list(map(_max_in_flight, orders)),
         "waits_missing": sum(len(inductor.missing_waits(program)) for program in written),
     }
     # Gradients have an order in their bucket, which dicts do not compare.
     in_order = [[list(bucket.items()) for bucket in buckets] for buckets in [*sent, expected]]
+    requests = [f"request {index}" for index in range(len(expected))]
+    waits = [f"wait {index}" for index in range(len(expected))]
     ok = (
         counted == [len(expected)] * 2
         and result["listed_bytes"] == result["handed_bytes"] == [predicted_bytes] * 2
         and in_order == [in_order[-1]] * 3
         and (result["programs"], result["waits_missing"]) == (2, 0)
-        and all(_is_in_bucket_order(order, "request") for order in result["orders"])
-        and _is_in_bucket_order(result["orders"][0], "wait")
+        and all([event for event in order if event in requests] == requests for order in orders)
+        and list(dict.fromkeys(event for event in orders[0] if event in waits)) == waits
         and (result["most_in_flight"][0] == len(expected) or not how.get("late_waits", True))
     )
     return {"check": "buckets", "compared": len(expected), **result, "ok": ok}
@@ -184,16 +163,9 @@ def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
     return [event for event, _ in itertools.groupby(text for _, text in sorted(events))]
 
 
-def _is_in_bucket_order(order: list[str], what: str) -> bool:
-    """Tell whether the first requests, or waits, of all buckets follow the order of the buckets."""
-    first = list(dict.fromkeys(int(event.split()[1]) for event in order if event.startswith(what)))
-    return first == sorted(first)
-
-
-def _max_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
+def _max_in_flight(order: Sequence[str]) -> int:
     """Return how many buckets are requested and not yet waited for, at most, in a program."""
     # It is all of them if no result is needed before the end. A program that adds to existing
     # gradients may wait for some buckets earlier, because it adds each one as it arrives.
-    sent = [(bucket.request.number, 1) for bucket in buckets]
-    arrived = [(min(wait.number for wait in bucket.waits), -1) for bucket in buckets]
-    return max(itertools.accumulate(change for _, change in sorted(sent + arrived)))
+    first = dict.fromkeys(order)
+    return max(itertools.accumulate(1 if event.startswith("request") else -1 for event in first))

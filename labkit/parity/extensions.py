@@ -1,6 +1,6 @@
 """Do parameters with all-gather extensions train like plain ones, and send what theory predicts?
 
-All comparisons return the arguments of ``Session.finish_check``.
+All comparisons are collectives, and return the arguments of ``Session.finish_check``.
 """
 
 import copy
@@ -40,7 +40,7 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
 def compare_extension_training(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Compare every loss, gradient and shard with plain training, summed by hand. A collective.
+    """Compare every loss, gradient and shard with plain training, summed by hand.
 
     It trains with Adam, lr 1e-2, with and without resharding. Every difference must be exactly 0,
     and no gradient may be all zeros.
@@ -49,9 +49,8 @@ def compare_extension_training(
     for reshard in (True, False):
         torch.manual_seed(0)
         reference = three_mlps(device)
-        model = apply_extension(
-            copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard
-        )
+        whole = copy.deepcopy(reference)
+        model = apply_extension(whole, mesh, extension, reshard_after_forward=reshard)
         halves = len(tensors.plain_shards(next(model.parameters())))
         optimizers = [make_foreach_adam(each.parameters()) for each in (model, reference)]
         for step in range(steps):
@@ -59,7 +58,7 @@ def compare_extension_training(
             # Gradients are removed and set to zero in turn.
             to_none = bool(step % 2)
             loss = _forward_backward(model, optimizers[0], x, to_none)
-            expected = _forward_backward(reference, optimizers[1], x, to_none)
+            expected_loss = _forward_backward(reference, optimizers[1], x, to_none)
             # OneDevice would add the ranks' gradients in another order than an all-reduce.
             for parameter in reference.parameters():
                 assert parameter.grad is not None
@@ -69,15 +68,22 @@ def compare_extension_training(
             for optimizer in optimizers:
                 optimizer.step()
             for plain in tensors.plain_tensors(loss):
-                found.compare_tensor(f"loss {where}", plain, expected)
-            for (name, mine), whole in zip(
-                model.named_parameters(), reference.parameters(), strict=True
-            ):
-                _compare_shard(found, f"parameter {name}, {where}", mine, whole.detach())
-                _compare_shard(found, f"gradient {name}, {where}", mine.grad, whole.grad)
+                found.compare_tensor(f"loss {where}", plain, expected_loss)
+            pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+            for (name, mine), expected in pairs:
+                _compare_shard(found, f"parameter {name}, {where}", mine, expected.detach())
+                _compare_shard(found, f"gradient {name}, {where}", mine.grad, expected.grad)
     a_step = halves * (1 + count_tensors(reference, "parameter"))
     a_step += count_tensors(reference, "gradient")
     return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
+
+
+def _compare_shard(found: Parity, what: str, shard: Tensor | None, whole: Tensor | None) -> None:
+    """Compare this rank's shard, or both halves of a TwoTensor, with its part of a whole tensor."""
+    assert isinstance(shard, DTensor) and whole is not None
+    part = local_shard(whole, shard)
+    for index, plain in enumerate(tensors.plain_shards(shard)):
+        found.compare_tensor(f"half {index} of {what}", plain, part)
 
 
 def train_from_meta_device(
@@ -85,14 +91,13 @@ def train_from_meta_device(
 ) -> dict[str, Any]:
     """Build on the meta device, shard, materialise, initialise, and train in bfloat16.
 
-    A collective. It is done with and without resharding, and the counts of parameters are sums.
+    It is done with and without resharding, and the counts of parameters are sums.
     """
     counts, ok = Counter[str](), True
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for reshard in (True, False):
-        model = apply_extension(
-            three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard
-        )
+        how: Any = {"mp_policy": policy, "reshard_after_forward": reshard}
+        model = apply_extension(three_mlps("meta"), mesh, extension, **how)
         on_meta = sum(parameter.is_meta for parameter in model.parameters())
         model.to_empty(device=device)
         parameters = list(model.parameters())
@@ -124,13 +129,44 @@ def train_from_meta_device(
     return {"check": "meta", **counts, **ends, "ok": ok}
 
 
+def _initialise_shard(parameter: Tensor) -> None:
+    """Draw a shard's values, and make both halves of a TwoTensor equal."""
+    with warnings.catch_warnings():
+        # Ranks may draw different numbers on a CPU.
+        warnings.filterwarnings("ignore", message="DTensor random operators")
+        nn.init.trunc_normal_(parameter, std=0.2)
+    first, *others = tensors.plain_shards(parameter)
+    for other in others:
+        other.copy_(first)
+
+
+def _has_nan(parameter: Tensor) -> bool:
+    return any(bool(plain.isnan().any()) for plain in tensors.plain_shards(parameter))
+
+
+def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
+    return random_normal(BATCH, DIM, device=device, seed=sample_seed(step, mesh.get_local_rank()))
+
+
+def _forward_backward(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, set_to_none: bool = True
+) -> Tensor:
+    """Run forward and backward, and return the loss, the mean squared distance to 1."""
+    optimizer.zero_grad(set_to_none)
+    # The loss of torch's test, a sum of ReLU outputs, is 0 from the third step on, and so are all
+    # gradients.
+    loss = (upcast_to_float32(model(x)) - 1).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
 def compare_bytes(
     mesh: DeviceMesh,
     build: Callable[[str], nn.Module],
     backward: Callable[[nn.Module], Any],
     reshard: bool,
 ) -> dict[str, Any]:
-    """Compare the bytes of each extension's all-gathers in one step with theory. A collective.
+    """Compare the bytes of each extension's all-gathers in one step with theory.
 
     ``build`` makes the network with an extension; its root holds no parameters of its own.
     ``backward`` runs both passes; with ``reshard``, each of them gathers parameters.
@@ -150,7 +186,7 @@ def compare_bytes(
 def compare_final_losses(
     mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """Compare the final loss of each extension, averaged over ranks, with fp32's. A collective.
+    """Compare the final loss of each extension, averaged over ranks, with fp32's.
 
     ``train`` takes an extension, uses the same samples for each, and returns this rank's losses.
     """
@@ -162,42 +198,3 @@ def compare_final_losses(
     limits = theory.LOSS_LIMITS.items()
     ok = all(abs(final[name] / final["fp32"] - 1) <= limit for name, limit in limits)
     return {"check": "loss", "compared": len(final), **final, "ok": ok}
-
-
-def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
-    return random_normal(BATCH, DIM, device=device, seed=sample_seed(step, mesh.get_local_rank()))
-
-
-def _forward_backward(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, set_to_none: bool = True
-) -> Tensor:
-    """Run forward and backward, and return the loss, the mean squared distance to 1."""
-    optimizer.zero_grad(set_to_none)
-    # The loss of torch's test, a sum of ReLU outputs, is 0 from the third step on, and so are all
-    # gradients.
-    loss = (upcast_to_float32(model(x)) - 1).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def _compare_shard(found: Parity, what: str, shard: Tensor | None, whole: Tensor | None) -> None:
-    """Compare this rank's shard, or both halves of a TwoTensor, with its part of a whole tensor."""
-    assert isinstance(shard, DTensor) and whole is not None
-    part = local_shard(whole, shard)
-    for index, plain in enumerate(tensors.plain_shards(shard)):
-        found.compare_tensor(f"half {index} of {what}", plain, part)
-
-
-def _initialise_shard(parameter: Tensor) -> None:
-    """Draw a shard's values, and make both halves of a TwoTensor equal."""
-    with warnings.catch_warnings():
-        # Ranks may draw different numbers on a CPU.
-        warnings.filterwarnings("ignore", message="DTensor random operators")
-        nn.init.trunc_normal_(parameter, std=0.2)
-    first, *others = tensors.plain_shards(parameter)
-    for other in others:
-        other.copy_(first)
-
-
-def _has_nan(parameter: Tensor) -> bool:
-    return any(bool(plain.isnan().any()) for plain in tensors.plain_shards(parameter))

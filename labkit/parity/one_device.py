@@ -6,6 +6,7 @@ collective or shard, so sharding cannot make the same mistake here.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import find_blocks
+from labkit.parity.training import NamedTensors, Parity, TensorKind, clone_tensors
 
 # Of all ranks in a step.
 MAX_BATCHES = 10_000
@@ -49,48 +51,49 @@ def make_sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
 
 
+@dataclass
 class OneDevice:
-    """Whole copies of a model, one for each rank, trained together on one device.
+    """Whole copies of a model, one for each rank, trained together on one device."""
 
-    Args:
-        build: makes rank r's copy; shared parameters are equal in all of them.
-        ranks: the number of ranks to play.
-        dtype: the dtype in which the copies compute; float32 rounds nothing.
-        device: where the samples are put.
-        batches: batches of a rank in one step; their gradients add up.
-        rounding: what is rounded to this dtype.
-        mean: divide by the number of batches, so that more batches are like more ranks.
-        local_types: class names of modules that keep their own gradients, besides the model's.
-        input_gradients: compute gradients of floating-point inputs too.
-    """
+    # Makes rank r's copy; shared parameters are equal in all of them.
+    build: Callable[[int], LabModel]
+    ranks: int
+    # The copies compute in it; float32 rounds nothing.
+    dtype: torch.dtype = torch.float32
+    # Of a rank in one step. Their gradients add up, or are averaged: then they are like more ranks.
+    batches: int = 1
+    mean: bool = False
+    rounding: Rounding = "parameters"
+    # Class names of modules that keep their own gradients, besides the model's own such modules.
+    local_types: Collection[str] = ()
+    # Compute gradients of floating-point inputs too.
+    input_gradients: bool = False
 
-    def __init__(
-        self,
-        build: Callable[[int], LabModel],
-        ranks: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
-        batches: int = 1,
-        *,
-        rounding: Rounding = "parameters",
-        mean: bool = False,
-        local_types: Collection[str] = (),
-        input_gradients: bool = False,
-    ):
-        self.copies = [build(rank) for rank in range(ranks)]
-        if rounding == "everything":
-            self.copies = [copy.to(dtype) for copy in self.copies]
+    def __post_init__(self) -> None:
+        self.copies = [self.build(rank) for rank in range(self.ranks)]
+        self.device = next(self.copies[0].parameters()).device
+        if self.rounding == "everything":
+            self.copies = [copy.to(self.dtype) for copy in self.copies]
         self.optimizers = [make_sgd(copy) for copy in self.copies]
-        self.dtype, self.rounding, self.device = dtype, rounding, device or torch.device("cpu")
-        self.batches, self.mean, self.input_gradients = batches, mean, input_gradients
-        self.local_types = local_types
         # Of each rank's last batch; the inputs have gradients.
-        self.outputs: list[Any] = [None] * ranks
-        self.inputs: list[tuple[Tensor, ...]] = [()] * ranks
+        self.outputs: list[Any] = [None] * self.ranks
+        self.inputs: list[tuple[Tensor, ...]] = [()] * self.ranks
+
+    def record_steps(
+        self, steps: int, rank: int, found: Parity, *kinds: TensorKind
+    ) -> list[NamedTensors]:
+        """Train, count gradients, and return copies of a rank's output and tensors of each step."""
+        recorded = []
+        for index in range(steps):
+            self.train_step(index)
+            found.count_gradients(self.copies[rank])
+            own = clone_tensors(self.copies[rank], *kinds)
+            recorded.append({"output": self.outputs[rank].detach(), **own})
+        return recorded
 
     def train_step(self, index: int) -> list[Tensor]:
         """Train one step; return each rank's loss, of its last batch."""
-        losses = [self._forward_backward(index, rank) for rank in range(len(self.copies))]
+        losses = [self._forward_backward(index, rank) for rank in range(self.ranks)]
         self._average_shared_gradients()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -115,6 +118,7 @@ class OneDevice:
         if self.rounding == "autocast":
             with torch.autocast(self.device.type, self.dtype):
                 return copy(*inputs)
+        # A batch norm stays in float32 under FSDP too, because its statistics do.
         norms = (module for module in copy.modules() if isinstance(module, BatchNorm))
         kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
         rounded = {

@@ -16,14 +16,10 @@ def compare_spatial_step(
     *,
     drops_samples: bool = False,
 ) -> dict[str, Any]:
-    """Compare two models that started equal after one step. A collective.
-
-    ``outputs`` are of this rank's samples; ``reference`` is the single-device model, ``expected``
-    its outputs. With ``drops_samples``, samples may skip a block, whose gradients are zeros if all
-    do. Returns the arguments of ``Session.finish_check``.
-    """
+    """Compare this rank's outputs and model with one device's, after one step. A collective."""
     found = Parity()
     found.compare_tensor("outputs", outputs, expected)
+    # If all samples skip a block, its gradients are zeros.
     found.compare_models(model, reference, "gradient", some_zeros=drops_samples)
     found.compare_models(model, reference, "parameter")
     tensors = 1 + count_tensors(reference, "gradient", "parameter")

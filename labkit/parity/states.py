@@ -1,8 +1,8 @@
 """Compare a distributed model with a whole one, or its ranks with each other, and copy its state.
 
-These are for tests, labkit's and yours, and have names as in torch's FSDP tests.
-``check_sharded_parity`` compares shard by shard, and says which parameter is wrong on which rank;
-``training.Parity``, which the labs use, gathers first and gives one number for all.
+These are for tests, and have names as in torch's FSDP tests. ``check_sharded_parity`` says which
+parameter is wrong on which rank; ``training.Parity``, which the labs use, gathers first and gives
+one number for all.
 """
 
 import hashlib
@@ -27,13 +27,9 @@ def check_sharded_parity(
 ) -> int:
     """Compare this rank's shard of every parameter and gradient with the same part of a whole one.
 
-    Sends nothing, and returns the number of tensors compared. The whole model has reduced
-    gradients. ``prefixes_to_ignore`` are parts of the sharded names that wrappers add, such as
-    ``"_checkpoint_wrapped_module."``.
-
-    Raises:
-        AssertionError: a name, value or gradient differs by more than torch.testing allows.
-        ValueError: a tensor is no shard; two axes of the mesh shard the same dim; there is none.
+    Returns the number of tensors compared. Raises AssertionError for a difference in names, values
+    or gradients, and ValueError where nothing can be compared. Wrappers add the prefixes to the
+    sharded names, such as ``"_checkpoint_wrapped_module."``.
     """
     wholes, shards = dict(replicated.named_parameters()), {}
     for name, parameter in sharded.named_parameters():
@@ -42,26 +38,46 @@ def check_sharded_parity(
         shards[name] = parameter
     if list(wholes) != list(shards):
         differing = sorted(wholes.keys() ^ shards.keys()) or "the order alone differs"
-        raise AssertionError(
-            f"the names of the replicated and the sharded parameters differ: {differing}"
-        )
+        what = "the names of the replicated and the sharded parameters differ"
+        raise AssertionError(f"{what}: {differing}")
     if not wholes:
         raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
     compared = 0
-    for name, expected in wholes.items():
-        actual = shards[name]
-        if not isinstance(actual, DTensor):
+    for name, whole in wholes.items():
+        shard: Tensor = shards[name]
+        if not isinstance(shard, DTensor):
             raise ValueError(f"{name} is a plain tensor, not a shard: shard the model first")
-        _refuse_ambiguous(name, actual.placements)
-        _compare_shard(f"parameter {name}", actual, expected.detach(), actual)
-        compared += 1
-        if (actual.grad is None) != (expected.grad is None):
-            missing = "sharded" if actual.grad is None else "replicated"
+        _refuse_ambiguous(name, shard.placements)
+        if (shard.grad is None) != (whole.grad is None):
+            missing = "sharded" if shard.grad is None else "replicated"
             raise AssertionError(f"{name}: only the {missing} module has no gradient")
-        if expected.grad is not None:
-            _compare_shard(f"gradient of {name}", actual.grad, expected.grad, actual)
-            compared += 1
+        pairs = {"parameter": (shard, whole.detach()), "gradient of": (shard.grad, whole.grad)}
+        for what, (actual, expected) in pairs.items():
+            if isinstance(actual, DTensor) and expected is not None:
+                _compare_shard(f"{what} {name}", actual, expected)
+                compared += 1
     return compared
+
+
+def _compare_shard(what: str, actual: DTensor, expected: Tensor) -> None:
+    """Raise AssertionError unless this rank's shard equals the same part of ``expected``."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
+    where = f"{what}, the shard of rank {dist.get_rank()}"
+    part = local_shard(expected, actual)
+    torch.testing.assert_close(actual.to_local(), part, msg=lambda text: f"{where}: {text}")
+
+
+def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
+    # torch's private placement for such shards is no Shard, but has a dim too.
+    dims = [placement.dim for placement in placements if hasattr(placement, "dim")]
+    if len(set(dims)) < len(dims):
+        # FSDP over tensor parallelism cuts the last axis first, distribute_tensor the first axis.
+        rule = "which one cut first decides which rows a rank holds"
+        fix = "gather instead, parity.Parity compares whole tensors"
+        raise ValueError(
+            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; {rule}: {fix}"
+        )
 
 
 def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -76,8 +92,8 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
     if not names:
-        kind = type(model).__name__
-        raise ValueError(f"nothing to compare: {kind} has neither parameters nor buffers")
+        what = f"{type(model).__name__} has neither parameters nor buffers"
+        raise ValueError(f"nothing to compare: {what}")
     for name in names:
         holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
@@ -85,10 +101,21 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         if len(holders) > 1:
             camps = []
             for digest, ranks in holders.items():
-                numbers, many = ", ".join(ranks), len(ranks) > 1
-                who = f"ranks {numbers} hold" if many else f"rank {numbers} holds"
+                who = f"ranks {', '.join(ranks)} hold" if ranks[1:] else f"rank {ranks[0]} holds"
                 camps.append(f"{who} {'one value' if digest else 'none'}")
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
+
+
+def _tensor_digest(name: str, tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's dtype, shape and bits."""
+    if isinstance(tensor, DTensor):
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            where = f"a shard, {tensor.placements}"
+            raise ValueError(f"{name} is {where}: it differs between ranks by design")
+        tensor = tensor.to_local()
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
@@ -102,13 +129,20 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 def full_params(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all whole parameters by name, without the prefixes of wrappers.
 
-    A collective for a sharded model. FSDP1 must have ``use_orig_params``. ``get_full_params`` in
-    torch's FSDP tests returns a list.
+    A collective for a sharded model; FSDP1 must have ``use_orig_params``.
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
-        named = [(name, to_full_tensor(each.detach())) for name, each in model.named_parameters()]
-        return {plain_name(name): tensor.clone() for name, tensor in named if tensor is not None}
+        named = model.named_parameters()
+        return {plain_name(name): to_full_tensor(each.detach()).clone() for name, each in named}
+
+
+def _reshard_modules(model: nn.Module) -> None:
+    """Free the full parameters that FSDP2 kept after a forward pass."""
+    # These are copies, perhaps in another dtype. A change of them would be lost.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def broadcast_state_dict(
@@ -138,59 +172,9 @@ def copy_state_dict(
 ) -> dict[str, Tensor]:
     """Return a copy of the model's state dict, if asked in host memory and in float16.
 
-    FSDP2's copy holds shards; FSDP1's is a collective. ``_get_state_dict`` in torch's FSDP tests
-    changes the model instead.
+    FSDP2's copy holds shards; FSDP1's is a collective.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
         copies = {name: cast_floats(tensor, torch.float16) for name, tensor in copies.items()}
     return {name: tensor.cpu() for name, tensor in copies.items()} if cpu_offload else copies
-
-
-def _reshard_modules(model: nn.Module) -> None:
-    """Free the full parameters that FSDP2 kept after a forward pass."""
-    # These are copies, perhaps in another dtype. A change of them would be lost.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
-    """Raise AssertionError unless this rank's shard equals the same part of ``expected``."""
-    if not isinstance(actual, DTensor):
-        raise ValueError(f"{what} is a plain tensor, not a shard")
-    if actual.placements != parameter.placements:
-        raise AssertionError(
-            f"{what} is placed {actual.placements}, its parameter {parameter.placements}"
-        )
-    if actual.shape != expected.shape:
-        raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
-    where = f"{what}, the shard of rank {dist.get_rank()}"
-    torch.testing.assert_close(
-        actual.to_local(), local_shard(expected, actual), msg=lambda text: f"{where}: {text}"
-    )
-
-
-def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
-    # torch's private placement for such shards is no Shard, but has a dim too.
-    dims = [dim for placement in placements if (dim := getattr(placement, "dim", None)) is not None]
-    if len(set(dims)) < len(dims):
-        raise ValueError(
-            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first"
-            " decides which rows a rank holds: FSDP over tensor parallelism cuts the last axis"
-            " first, distribute_tensor the first axis. Gather instead: parity.Parity compares"
-            " whole tensors"
-        )
-
-
-def _tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Return a digest of a tensor's dtype, shape and bits."""
-    if isinstance(tensor, DTensor):
-        if not all(placement.is_replicate() for placement in tensor.placements):
-            raise ValueError(
-                f"{name} is a shard, {tensor.placements}: it differs between ranks by design"
-            )
-        tensor = tensor.to_local()
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()

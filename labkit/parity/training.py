@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -29,10 +29,7 @@ FLOORS = {torch.float16: 2.0**-23}
 
 @dataclass
 class Parity:
-    """A running comparison: how many tensors, the largest relative error, and the worst tensor.
-
-    Differences up to ``floor`` count as none.
-    """
+    """A running comparison: how many tensors, the largest relative error, and the worst tensor."""
 
     compared: int = 0
     max_rel_error: float = 0.0
@@ -40,14 +37,15 @@ class Parity:
     # Of the reference. Two zeros are equal whatever went wrong before.
     gradients: int = 0
     zero_gradients: int = 0
+    # Differences up to this one count as none.
     floor: float = 0.0
 
     def compare_tensor(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
         """Compare one tensor. A DTensor is gathered, so all ranks need the same order."""
-        actual, expected = to_full_tensor(actual), to_full_tensor(expected)
         if actual is None or expected is None:
             missing = "distributed" if actual is None else "single-device"
             raise ValueError(f"{name}: the {missing} side has none to compare")
+        actual, expected = to_full_tensor(actual), to_full_tensor(expected)
         if actual.shape != expected.shape:
             raise ValueError(f"{name}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
         error = relative_error(actual, expected, self.floor)
@@ -70,11 +68,17 @@ class Parity:
 
     def compare_named(self, prefix: str, actual: NamedTensors, expected: NamedTensors) -> None:
         """Compare tensors by name; both sides must have the same names."""
-        if actual.keys() != expected.keys():
-            one_sided = sorted(actual.keys() ^ expected.keys())
+        if one_sided := sorted(actual.keys() ^ expected.keys()):
             raise ValueError(f"{prefix}: only on one side: {one_sided}")
         for name, tensor in actual.items():
             self.compare_tensor(f"{prefix} {name}", tensor, expected[name])
+
+    def compare_steps(
+        self, name: str, actual: Sequence[NamedTensors], expected: Sequence[NamedTensors]
+    ) -> None:
+        """Compare the tensors that each training step left."""
+        for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
+            self.compare_named(f"{name}, step {index},", left, right)
 
     def compare_models(
         self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
@@ -90,14 +94,12 @@ class Parity:
         self.compare_named(what, left, right)
 
     def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
-        """Count the gradients of the parameters that a model uses, and those that are all zeros.
-
-        With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are.
-        """
+        """Count the gradients of the parameters that a model uses, and those that are all zeros."""
         gradients = tensors_by_name(reference, "gradient")
         used = gradients.keys() - find_unused_parameters(reference)
         zeros = [not _has_values(gradients[name]) for name in used]
         self.gradients += len(zeros)
+        # Where samples may skip a block, zeros are wrong only if all gradients are zeros.
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
 
     def largest_error(self) -> tuple[float, str]:
@@ -139,6 +141,16 @@ def tensors_by_name(model: nn.Module, what: TensorKind) -> dict[str, Tensor | No
     return {name: each.grad for name, each in named.items() if each.requires_grad}
 
 
+def clone_tensors(model: nn.Module, *kinds: TensorKind) -> dict[str, Tensor]:
+    """Return copies of the tensors that a model has, by name, such as ``gradient fc1.weight``."""
+    return {
+        f"{what} {name}": tensor.clone()
+        for what in kinds
+        for name, tensor in tensors_by_name(model, what).items()
+        if tensor is not None
+    }
+
+
 def find_unused_parameters(model: nn.Module) -> set[str]:
     """Return the names of trained parameters that a LabModel leaves out of its forward pass."""
     unused = model.unused_modules() if isinstance(model, LabModel) else []
@@ -158,7 +170,7 @@ def count_leaves(output: Any) -> int:
     return sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
 
 
-def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
+def to_full_tensor(tensor: Tensor) -> Tensor:
     """Return a plain tensor with all shards of a DTensor (a collective), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -24,11 +24,8 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     """Let this process allocate at most ``mib`` MiB more than it holds now; None sets no limit.
 
     On a GPU, torch's allocator enforces the limit. On a CPU, Linux does (RLIMIT_DATA), and counts
-    all writable memory: tensors, but also the stacks of threads, 8 MiB each.
-
-    Raises:
-        MemoryCapExceeded: an allocation went beyond the limit; says how much, if torch says so.
-        ValueError: the device is a CPU, and the system is not Linux.
+    all writable memory: tensors, but also the stacks of threads, 8 MiB each. Raises
+    MemoryCapExceeded for an allocation beyond it, and ValueError on a CPU without Linux.
     """
     if mib is None:
         yield

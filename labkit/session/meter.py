@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import torch_private
-from labkit.runs.folder import RunFolder
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session import timeline
 from labkit.session.traffic import CommunicationCounter
@@ -74,10 +73,17 @@ class Meter:
 
     # Whether the numbers in a tensor can be read.
     tensors_have_values: ClassVar[bool] = True
+    # Whether a rank on a CPU keeps to its share of the host's cores.
+    pins_cores: ClassVar[bool] = True
 
     def __init__(self, writer: RecordWriter, device: torch.device):
         self.writer, self.device = writer, device
         self._origin = self.mark_time()
+
+    def device_kind_and_name(self) -> tuple[str, str]:
+        """Return the device's kind, such as "cuda", and its name, such as "NVIDIA H100"."""
+        kind = self.device.type
+        return kind, torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
 
     def write_scalar(self, name: str, step: int, value: Tensor | float, unit: str) -> None:
         """Record one number, unless it is in a tensor that has no values."""
@@ -121,12 +127,13 @@ class Meter:
         called after each step, and not measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
+        on_gpu = self.device.type == "cuda"
         for index in [-1] * warmup + list(range(count)):
             self.synchronize()
             if dist.is_initialized():
                 # No rank may pay in its step for another's earlier delay.
                 dist.barrier()
-            if index == 0 and self.device.type == "cuda":
+            if index == 0 and on_gpu:
                 torch.cuda.reset_peak_memory_stats(self.device)
             step = Step(index, index >= 0, self)
             with step.span("step"):
@@ -134,28 +141,22 @@ class Meter:
             step.write_records()
             after()
         peaks = {"resident": resident_peak_bytes()}
-        if self.device.type == "cuda":
-            peaks = {
-                "max_allocated": torch.cuda.max_memory_allocated(self.device),
-                "max_reserved": torch.cuda.max_memory_reserved(self.device),
-            }
+        if on_gpu:
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
+            peaks = {"max_allocated": allocated, "max_reserved": reserved}
         for name, size in peaks.items():
             self.writer.write("memory", name, count, bytes=size)
         if units:
-            folder = self.writer.folder
-            path = folder and RunFolder(folder).trace(self.writer.rank)
-            with timeline.profile_step(path, units=units, device=self.device.type) as recording:
+            with timeline.profile_step(self.writer, count, units=units, device=self.device.type):
                 yield Step(count, False, self)
-            timeline.write_profile(recording, self.writer, count)
             after()
         yield from self.step_with_counts(count, track, mesh)
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Run at most ``most`` steps without measuring, for a check.
-
-        Takes the arguments of ``steps``, so that a program can use one loop for both.
-        """
+        """Run at most ``most`` steps without measuring, for a check."""
+        # Takes the arguments of ``steps``, so that a program can use one loop for both.
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
     def step_with_counts(
@@ -166,9 +167,9 @@ class Meter:
         tracker = make_memory_tracker(track) if track else None
         with tracker or contextlib.nullcontext(), self.count_traffic(index, track, tracker, mesh):
             yield step
-            at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
+            at_end = bytes_by_category(tracker, "current", self.device)
         step.write_records()
-        at_peak = bytes_by_category(tracker, "peak", self.device) if tracker else {}
+        at_peak = bytes_by_category(tracker, "peak", self.device)
         for moment, amounts in (("peak", at_peak), ("end", at_end)):
             for name, amount in amounts.items():
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
@@ -193,6 +194,12 @@ def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: in
 
 
 @contextlib.contextmanager
+def _pause_at_end() -> Iterator[None]:
+    yield
+    time.sleep(0.002)
+
+
+@contextlib.contextmanager
 def let_gloo_free_tensors() -> Iterator[None]:
     """Pause for 2 ms after each wait, so that gloo's thread can release the tensors it sent."""
     # It holds them until it runs again. Where ranks outnumber cores, this may be much later in the
@@ -203,17 +210,8 @@ def let_gloo_free_tensors() -> Iterator[None]:
     waits = ((dist.Work, "wait"), (in_flight, "wait"), (in_flight, "trigger_wait"))
     with contextlib.ExitStack() as stack:
         for owner, name in waits:
-            stack.enter_context(patch.object(owner, name, _add_pause(getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, _pause_at_end()(getattr(owner, name))))
         yield
-
-
-def _add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
-    def wait_and_pause(*args: Any, **kwargs: Any) -> Any:
-        result = wait(*args, **kwargs)
-        time.sleep(0.002)
-        return result
-
-    return wait_and_pause
 
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
@@ -259,7 +257,7 @@ def allow_second_forward(
 
 def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
     """Return each category's bytes, and their ``total``, at a moment: "peak" or "current"."""
-    for where, amounts in tracker.get_tracker_snapshot(moment).items():
+    for where, amounts in tracker.get_tracker_snapshot(moment).items() if tracker else []:
         if where.type == device.type:
             return {category_name(reftype): int(amount) for reftype, amount in amounts.items()}
     return {}

@@ -74,9 +74,8 @@ def is_replaced(function: Callable[..., Any]) -> bool:
 def check_replacements_called() -> None:
     """Raise ValueError if a replacement was never called: the run says nothing about it."""
     if _replacements_not_called:
-        names = ", ".join(sorted(_replacements_not_called))
-        fix = "choose parameters with which it is used"
-        raise ValueError(f"use= gave {names}, and this run never called it: {fix}")
+        problem = f"use= gave {', '.join(sorted(_replacements_not_called))}, and this run never"
+        raise ValueError(f"{problem} called it: choose parameters with which it is used")
 
 
 def load_payload() -> dict[str, Any]:
@@ -89,13 +88,7 @@ def load_payload() -> dict[str, Any]:
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """Unpack what ``payload_pickling.pack_payload`` packed, if it has this SHA-256 digest.
-
-    Unpickling can import whatever the notebook can, and tracebacks show the notebook's lines.
-
-    Raises:
-        LabError: the file has another digest; nothing was unpickled.
-    """
+    """Unpack what ``payload_pickling.pack_payload`` packed; raise LabError for another digest."""
     packed = path.read_bytes()
     # Another user may have replaced the file, and unpickling runs code.
     if sha256(packed).hexdigest() != digest:
@@ -105,7 +98,9 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
         )
     file = io.BytesIO(packed)
     place = pickle.load(file)
+    # The functions may import whatever the notebook can.
     sys.path += [folder for folder in place["path"] if folder not in sys.path]
+    # Tracebacks show the notebook's lines.
     for name, lines in place["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     content: dict[str, Any] = pickle.load(file)
@@ -115,9 +110,10 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
 def report(**values: Any) -> None:
     """Send tensors, numbers and text to the notebook, as ``result.ranks[i].reported``.
 
-    A later call adds to an earlier one. Under a bare torchrun the values are printed.
+    A later call adds to an earlier one.
     """
     folder = current_run_folder()
+    # Under a bare torchrun there is no notebook.
     if not folder:
         print("\n".join(f"{name} = {value!r}" for name, value in values.items()))
         return
@@ -131,11 +127,7 @@ def report(**values: Any) -> None:
 
 
 def plain_data_copy(value: Any, name: str) -> Any:
-    """Copy nested data with every tensor detached and on the CPU.
-
-    Raises:
-        TypeError: a value is not plain data.
-    """
+    """Copy plain nested data with every tensor detached and on the CPU, or raise TypeError."""
     copy = functools.partial(plain_data_copy, name=name)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value

@@ -1,9 +1,8 @@
 """End a rank's process as Python does, but without tearing down the interpreter.
 
 gloo's threads can crash or deadlock while the interpreter is torn down around them, so a rank
-leaves with os._exit. Before that, everything happens that a program may rely on at exit: its
-threads are joined, atexit functions run (multiprocessing's own joins its children), and open files
-are flushed.
+leaves with os._exit. Before that, its threads are joined, atexit functions run (multiprocessing's
+own joins its children), and open files are flushed.
 """
 
 import atexit

@@ -6,9 +6,8 @@
             with step.span("forward"):
                 ...
 
-Such a program runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run
-its records go into the run's folder. Otherwise they stay in memory, and at the end rank 0 prints a
-table for each rank.
+Such a program runs under labkit.run, and its records go into the run's folder. Under bare torchrun,
+or alone as one rank, rank 0 prints a table for each rank at the end.
 """
 
 import contextlib
@@ -35,15 +34,16 @@ from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
 from labkit.session import payload
-from labkit.session.hooks import hooks
 from labkit.session.memory_cap import cap_memory
-from labkit.session.meter import Step
+from labkit.session.meter import Meter, Step
 from labkit.session.process_exit import exit_process, print_error_and_status
 from labkit.theory.sizes import readable_bytes
 
 ConfigType = TypeVar("ConfigType")
 # Session.steps or Session.plain_steps
 StepLoop = Callable[..., Iterator[Step]]
+# A module that runs rank programs, such as the simulator, sets another before the program starts.
+meter_class: type[Meter] = Meter
 # Keeps every process group, the meshes' too, until the process ends. A DDP model that outlives
 # destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's threads
 # while it holds Python's global lock, for which one of these may be waiting: the rank never ends
@@ -52,20 +52,14 @@ _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 
 
 class Session:
-    """This rank, while its session lasts.
+    """This rank, while its session lasts."""
 
-    ``steps`` runs measured training steps, and ``plain_steps`` runs them for a check: see
-    ``meter.Meter``. ``note`` says why ``device`` is not the one to expect, or is "".
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter
-    ):
-        self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
-        self._writer = writer
-        self._meter = meter = hooks.make_meter(writer, device)
-        self.tensors_have_values = meter.tensors_have_values
-        self.steps, self.plain_steps = meter.steps, meter.plain_steps
+    def __init__(self, rank: int, world_size: int, device: torch.device, writer: RecordWriter):
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._writer, self._meter = writer, meter_class(writer, device)
+        self.tensors_have_values = self._meter.tensors_have_values
+        # Measured training steps, and those of a check.
+        self.steps, self.plain_steps = self._meter.steps, self._meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
         """Return a device mesh over all ranks, with these named axes: ``mesh(data=2, space=2)``."""
@@ -91,10 +85,8 @@ class Session:
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
     def save_artifact(self, name: str, text: str) -> None:
-        """Save a text in the run's folder, if there is one, for ``result.ranks[0].artifact(name)``.
-
-        Raises:
-            ParameterError: the name has characters other than letters, digits, - and _.
+        """Save a text in the run's folder, if there is one, for ``result.ranks[0].artifact(name)``;
+        raise ParameterError if the name has characters other than letters, digits, - and _.
         """
         path = RunFolder(self._writer.folder or Path()).artifact(self.rank, name)
         if self._writer.folder:
@@ -108,11 +100,9 @@ class Session:
     def finish_check(self, **result: Any) -> None:
         """End a check: record its verdict, print it as JSON, and exit if any rank is not ok.
 
-        The verdict needs ``ok``, and ``compared``, the number of values that were compared. A rank
-        that compared nothing is not ok.
+        ``compared`` is the number of values that were compared; 0 is not ok.
         """
-        missing = sorted({"ok", "compared"} - result.keys())
-        if missing:
+        if missing := sorted({"ok", "compared"} - result.keys()):
             text = " and ".join(missing)
             raise ValueError(f"a verdict needs ok= and compared=, and {text} is missing")
         everyone: list[Any] = [None] * self.world_size
@@ -135,26 +125,19 @@ class Session:
 def session() -> Iterator[Session]:
     """Join the process group that torchrun's environment describes, or make one of a single rank.
 
-    The group is always left at the end. The backend is NCCL if every rank has a GPU of its own, and
-    gloo on the CPU otherwise.
+    The backend is NCCL if every rank has a GPU of its own, and gloo on the CPU otherwise.
     """
-    defaults = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        # Without this barrier, a rank that leaves soon after joining could break connections that
-        # others are still making: "Connection closed by peer" (pytorch/pytorch#53270).
-        "TORCH_DIST_INIT_BARRIER": "1",
-    }
+    # Without a barrier, a rank that leaves soon after joining could break connections that others
+    # are still making: "Connection closed by peer" (pytorch/pytorch#53270).
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCH_DIST_INIT_BARRIER": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update(defaults | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
     cores = requirements.usable_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif hooks.pins_cores:
+    elif meter_class.pins_cores:
         pin_to_own_cores(cores)
     folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
@@ -162,10 +145,13 @@ def session() -> Iterator[Session]:
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own)
     try:
-        here = Session(rank, world_size, device, note, writer)
+        here = Session(rank, world_size, device, writer)
         if folder and rank == rank_of_process(0):
-            total_cores = int(os.environ.get(ENV_TOTAL_CORES, len(cores)))
-            write_json(folder.session_json, session_info(here, total_cores))
+            kind, name = here._meter.device_kind_and_name()
+            machine = {"device": kind, "device_name": name, "backend": dist.get_backend()}
+            machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores))), "note": note}
+            machine |= {"threads": torch.get_num_threads(), "world_size": world_size}
+            write_json(folder.session_json, machine | {"torch": torch_private.TORCH_VERSION})
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size
@@ -179,19 +165,15 @@ def session() -> Iterator[Session]:
 
 
 def choose_device() -> tuple[torch.device, str]:
-    """Return this rank's device, and a note if GPUs are there but not used.
-
-    Raises:
-        ParameterError: ``labkit.run(device="cuda")``, and there are fewer GPUs than ranks.
+    """Return this rank's device, and a note if GPUs are there but not used; raise ParameterError
+    if ``labkit.run(device="cuda")`` asks for more GPUs than there are.
     """
     wish = os.environ.get(ENV_DEVICE, "auto")
     ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
-        shortage = f"{gpus} GPUs for {ranks} ranks"
-        raise ParameterError(
-            f"device cuda needs a GPU a rank: {shortage}; use device='auto' or 'cpu'"
-        )
+        need = f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks"
+        raise ParameterError(f"{need}; use device='auto' or 'cpu'")
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
     note = f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
@@ -235,31 +217,14 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
             os.sched_setscheduler(0, policy, param)
 
 
-def session_info(here: Session, cores: int) -> dict[str, Any]:
-    """Return what session.json says about the machine of this run."""
-    kind, name = hooks.device_kind_and_name(here.device)
-    return {
-        "device": kind,
-        "device_name": name,
-        "backend": dist.get_backend(),
-        "world_size": here.world_size,
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-        "torch": torch_private.TORCH_VERSION,
-        "note": here.note,
-    }
-
-
 def records_text(writer: RecordWriter) -> str:
     """Return this rank's records as a table: mean spans, memory, and one step's communication."""
-    spans = defaultdict(list)
+    spans, rows = defaultdict(list), []
     for line in writer.lines:
         if line["kind"] == "span":
             spans[line["name"]].append(line["dur_us"] / 1000)
-    rows = [
-        f"{name:<18} {fmean(durations_ms):10.1f} ms    mean of {len(durations_ms)} steps"
-        for name, durations_ms in spans.items()
-    ]
+    for name, took_ms in spans.items():
+        rows.append(f"{name:<18} {fmean(took_ms):10.1f} ms    mean of {len(took_ms)} steps")
     for line in writer.lines:
         match line:
             case {"kind": "scalar", "unit": "ms", "name": name, "value": value}:

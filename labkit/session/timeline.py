@@ -9,12 +9,13 @@
 Communication is the work of gloo's threads or NCCL's kernels. Compute is every other kernel on a
 GPU; on a CPU, it is all that this rank does except requesting a collective and waiting for it. A
 collective lasts until its last rank has arrived. The trace names no unit for it, but for its
-request: FSDP2 requests inside ranges such as ``FSDP::all_gather (layers.2)``, and ``name_units``
+request: FSDP2 requests inside ranges such as ``FSDP::all_gather (layers.2)``, and ``_mark_passes``
 marks other techniques' units. The profiler slows a step down: take durations from timed steps.
 """
 
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import os
@@ -23,8 +24,8 @@ import sys
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from labkit.runs import private_files
+from labkit.runs.folder import RunFolder
 from labkit.runs.records import RecordWriter
 from labkit.theory.overlap import uncovered_in_turn
 from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
@@ -87,24 +89,6 @@ class LaneBar:
         return self.start_us + self.dur_us
 
 
-@dataclass
-class StepProfile:
-    """The profile of one step of this rank; empty until the step ends."""
-
-    bars: list[LaneBar] = field(default_factory=list)
-    step_us: float = 0.0
-
-    @property
-    def communication_us(self) -> float:
-        """Return the microseconds during which any communication was running."""
-        return exposed_us(bar for bar in self.bars if bar.lane == "communication")
-
-    @property
-    def exposed_us(self) -> float:
-        """Return the microseconds of communication during which this rank computed nothing."""
-        return exposed_us(self.bars)
-
-
 def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
     """Return the parts of communication that no compute covers, each named by one collective."""
     # Where collectives overlap, a part counts for the one that started first.
@@ -124,67 +108,67 @@ def exposed_us(bars: Iterable[LaneBar]) -> float:
 
 @contextlib.contextmanager
 def profile_step(
-    path: Path | None = None,
+    writer: RecordWriter,
+    step: int,
     *,
     units: Mapping[str, Sequence[nn.Module]] | None = None,
     device: str = "cpu",
-) -> Iterator[StepProfile]:
-    """Profile the step inside the block, and fill the StepProfile at its end. A collective.
+) -> Iterator[None]:
+    """Profile the step inside the block, and write its bars as records. A collective.
 
-    ``path`` keeps the raw trace, which ui.perfetto.dev opens, gzipped if it ends in ``.gz``.
     ``units`` are modules by the names of their bars; torch names FSDP2's already, and a compiled
-    pass shows none. ``device`` "cuda" records kernels as well.
+    pass shows none. The run's folder keeps the raw trace, for ui.perfetto.dev.
     """
-    recording = StepProfile()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = profile(activities=activities)
     with contextlib.ExitStack() as stack:
         with _silence_stderr():
             profiler.start()
         stack.callback(_silence_stderr()(profiler.stop))
-        stack.enter_context(name_units(units or {}))
+        for name, modules in (units or {}).items():
+            for module in modules:
+                for handle in _mark_passes(module, name):
+                    stack.enter_context(handle)
         # A blocking call waits there as well.
-        stack.enter_context(patch.object(dist.Work, "wait", _add_wait_range(dist.Work.wait)))
+        stack.enter_context(patch.object(dist.Work, "wait", _wait_range()(dist.Work.wait)))
         if dist.is_initialized():
             # The profiler takes each rank a different time to start.
             dist.barrier()
         with record_function(STEP_MARK):
-            yield recording
+            yield
             if device == "cuda":
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        raw = path or Path(folder) / "trace.json"
+        path = RunFolder(writer.folder or Path(folder)).trace(writer.rank)
         # torch overwrites an existing file, which keeps its permissions.
-        private_files.open_file(raw, "wb").close()
-        profiler.export_chrome_trace(str(raw))
-        recording.step_us, recording.bars = step_us_and_bars(read_trace(raw))
+        private_files.open_file(path, "wb").close()
+        profiler.export_chrome_trace(str(path))
+        write_profile(writer, step, *step_us_and_bars(read_trace(path)))
 
 
-def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> None:
+@contextlib.contextmanager
+def _wait_range() -> Iterator[None]:
+    # A range of its own for each call, since threads may wait at the same time.
+    with record_function(WAIT_MARK):
+        yield
+
+
+def write_profile(writer: RecordWriter, step: int, step_us: float, bars: Sequence[LaneBar]) -> None:
     """Write a profile as records: its bars, the exposed parts as their own lane, and the sums."""
-    for bar in [*recording.bars, *exposed_bars(recording.bars)]:
+    for bar in [*bars, *exposed_bars(bars)]:
         writer.write("bar", step=step, **asdict(bar))
     amounts = {
-        "profiled_step": recording.step_us,
-        "communication": recording.communication_us,
-        "exposed_communication": recording.exposed_us,
+        "profiled_step": step_us,
+        # Overlapping collectives count once.
+        "communication": exposed_us(bar for bar in bars if bar.lane == "communication"),
+        "exposed_communication": exposed_us(bars),
     }
     for name, amount_us in amounts.items():
         writer.write("scalar", name, step, value=amount_us / 1000, unit="ms")
 
 
-@contextlib.contextmanager
-def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
-    """Mark in the profile each unit's forward pass, and where its backward pass begins and ends."""
-    with contextlib.ExitStack() as stack:
-        for name, modules in units.items():
-            for module in modules:
-                for handle in _mark_passes(module, name):
-                    stack.enter_context(handle)
-        yield
-
-
 def _mark_passes(module: nn.Module, name: str) -> list[RemovableHandle]:
+    """Mark in the profile the forward pass of a unit, and where its backward begins and ends."""
     ranges: list[Any] = []
 
     def begin_forward(_: Any, args: Any, kwargs: Any) -> None:
@@ -217,16 +201,6 @@ def _mark_gradients(tensors: Any, label: str) -> None:
             tensor.register_hook(mark_gradient)
 
 
-def _add_wait_range(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, whose calls the profiler records as a wait for a collective."""
-
-    def wait_in_range(*args: Any, **kwargs: Any) -> Any:
-        with record_function(WAIT_MARK):
-            return wait(*args, **kwargs)
-
-    return wait_in_range
-
-
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
     """Drop what is written to file descriptor 2: kineto prints each start and stop."""
@@ -242,8 +216,8 @@ def _silence_stderr() -> Iterator[None]:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """Return the complete events of a Chrome trace, plain or gzipped."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    """Return the complete events of a gzipped Chrome trace."""
+    with gzip.open(path, "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
@@ -259,7 +233,6 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     # An outer range comes before those that it begins with.
     inside.sort(key=lambda event: (event["ts"], -event["dur"]))
     on_gpu = [event for event in inside if event.get("cat") in _GPU_WORK_CATEGORIES]
-    kernels = [event for event in on_gpu if "nccl" not in event["name"].lower()]
     nccl = [event for event in on_gpu if "nccl" in event["name"].lower()]
     gloo = [event for event in inside if event["name"].startswith("gloo:")]
     # Gloo's threads record operators as well.
@@ -267,8 +240,12 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     host = _HostActivity(
         [e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in gloo_threads]
     )
-    waits = [event["ts"] for event in inside if event["name"] in _WAIT_NAMES]
-    compute = host.kernel_bars(kernels) if on_gpu else host.compute_bars(waits)
+    if on_gpu:
+        kernels = [event for event in on_gpu if "nccl" not in event["name"].lower()]
+        compute = _merge_bars(host.kernel_bars(kernels), [], KERNEL_GAP_US)
+    else:
+        waits = [event["ts"] for event in inside if event["name"] in _WAIT_NAMES]
+        compute = _merge_bars(host.compute_bars(), waits, CPU_GAP_US)
     bars = [*compute, *host.communication_bars(nccl, gloo)]
     moved = [replace(bar, start_us=bar.start_us - start) for bar in bars]
     return float(step_us), sorted(moved, key=lambda bar: bar.start_us)
@@ -300,32 +277,29 @@ class _HostActivity:
         }
         ranges = [(UNIT_RANGE_PATTERN.match(event["name"]), event) for event in events]
         marks = [(found[1], unit_name(found[2]), event) for found, event in ranges if found]
-        self._units = _unit_changes(marks)
-        self._fsdp_requests = [
-            (event["ts"], event["ts"] + event["dur"], unit)
-            for label, unit, event in marks
-            if label in _FSDP_REQUESTS
-        ]
+        # Before the first unit, and before the first request of FSDP2.
+        self._units = [(-math.inf, ROOT_UNIT), *_unit_changes(marks)]
+        self._fsdp_requests = [(-math.inf, -math.inf, "")]
+        for label, unit, event in marks:
+            if label in _FSDP_REQUESTS:
+                end = event["ts"] + event["dur"]
+                self._fsdp_requests.append((event["ts"], end, unit))
 
-    def compute_bars(self, waits: Sequence[float]) -> list[LaneBar]:
-        """Return the compute of the CPU; ``waits`` begin at these times."""
-        bars = [
-            self._compute_bar(start, end - start, phase, start)
-            for intervals in self._intervals.values()
-            for start, end, busy, phase in intervals
-            if busy
-        ]
-        return _merge_bars(bars, waits, CPU_GAP_US)
+    def compute_bars(self) -> Iterator[LaneBar]:
+        """Return the compute of the CPU."""
+        for intervals in self._intervals.values():
+            for start, end, busy, phase in intervals:
+                if busy:
+                    yield LaneBar("compute", self._unit(start, phase), phase, start, end - start)
 
-    def kernel_bars(self, kernels: Iterable[TraceEvent]) -> list[LaneBar]:
+    def kernel_bars(self, kernels: Iterable[TraceEvent]) -> Iterator[LaneBar]:
         """Return the compute of the GPU, named by what launched each kernel."""
-        bars = []
         for event in kernels:
             # A kernel may have been launched before the step.
             launch = self._launch(event)
             phase, asked_at = (self._phase(launch), launch["ts"]) if launch else ("forward", 0.0)
-            bars.append(self._compute_bar(event["ts"], event["dur"], phase, asked_at))
-        return _merge_bars(bars, [], KERNEL_GAP_US)
+            unit = self._unit(asked_at, phase)
+            yield LaneBar("compute", unit, phase, event["ts"], event["dur"])
 
     def communication_bars(
         self, nccl: Iterable[TraceEvent], gloo: Iterable[TraceEvent]
@@ -342,26 +316,20 @@ class _HostActivity:
             asked_by = queue.popleft() if queue else None
             collectives.append((event, (asked_by or event)["name"], asked_by))
         gathered: list[str] = []
-        buckets = 0
+        buckets = itertools.count()
         for event, name, asked_by in sorted(collectives, key=lambda each: each[0]["ts"]):
-            what = _collective_name(name)
-            unit = self._fsdp_unit(asked_by["ts"]) if asked_by else ""
-            if unit is None and asked_by:
-                unit = self._unit(asked_by["ts"])
-                backward = self._phase(asked_by) == "backward"
+            what, unit = _collective_name(name), ""
+            if asked_by and not (unit := self._fsdp_unit(asked_by["ts"])):
+                backward, unit = self._phase(asked_by) == "backward", self._unit(asked_by["ts"])
                 if what == "all_reduce" and backward:
                     # DDP's buckets have numbers.
-                    unit, buckets = f"bucket {buckets}", buckets + 1
+                    unit = f"bucket {next(buckets)}"
                 elif what == "all_gather" and not backward:
                     gathered.append(unit)
                 elif what == "all_gather" and gathered:
                     # FSDP1's backward pass gathers ahead of time, in the reverse order.
                     unit = gathered.pop()
-            yield LaneBar("communication", unit or "", what, event["ts"], event["dur"])
-
-    def _compute_bar(self, start: float, dur: float, phase: str, asked_at: float) -> LaneBar:
-        unit = "" if phase == "optimizer" else self._unit(asked_at)
-        return LaneBar("compute", unit, phase, start, dur)
+            yield LaneBar("communication", unit, what, event["ts"], event["dur"])
 
     def _launch(self, event: TraceEvent) -> TraceEvent | None:
         """Return the call that launched an event on the GPU; None if it was before the step."""
@@ -369,25 +337,23 @@ class _HostActivity:
 
     def _phase(self, event: TraceEvent) -> str:
         """Return the phase in which an event of these threads started."""
-        intervals = self._intervals[event["tid"]]
-        interval: _ThreadInterval = _last_before(intervals, event["ts"]) or intervals[0]
-        return interval.phase
+        phase: str = _last_before(self._intervals[event["tid"]], event["ts"]).phase
+        return phase
 
-    def _unit(self, moment: float) -> str:
+    def _unit(self, moment: float, phase: str = "") -> str:
         """Return the unit whose forward or backward pass ran at this time."""
-        found = _last_before(self._units, moment)
-        return found[1] if found else ROOT_UNIT
+        unit: str = _last_before(self._units, moment)[1]
+        return "" if phase == "optimizer" else unit
 
-    def _fsdp_unit(self, moment: float) -> str | None:
-        """Return the unit for which FSDP2 requested communication at this time."""
-        found = _last_before(self._fsdp_requests, moment)
-        return found[2] if found and moment <= found[1] else None
+    def _fsdp_unit(self, moment: float) -> str:
+        """Return the unit for which FSDP2 requested communication at this time, or ""."""
+        _, end, unit = _last_before(self._fsdp_requests, moment)
+        return unit if moment <= end else ""
 
 
 def _last_before(found: Sequence[Any], moment: float) -> Any:
-    """Return the last of some tuples, sorted by time, that is not after a moment, or None."""
-    index = bisect_right(found, moment, key=itemgetter(0)) - 1
-    return found[index] if index >= 0 else None
+    """Return the last of some tuples, sorted by time, that is not after a moment, or the first."""
+    return found[max(0, bisect_right(found, moment, key=itemgetter(0)) - 1)]
 
 
 def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]:

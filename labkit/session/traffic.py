@@ -1,9 +1,8 @@
 """Count what a rank sends, and find out which gradients share a bucket.
 
-``BucketRecorder`` watches a backward pass at the level of operators, where every all-reduce passes,
-fused or not. A bucket is a flat tensor, or a list of tensors, without names. But its numbers come
-back as the gradients that the backward pass leaves: so each gradient is found in its bucket by
-value. Equal gradients, such as zeros of the same size, cannot be told apart, and may be swapped.
+A bucket of gradients is sent as a flat tensor, or a list of tensors, without names. But its numbers
+come back as the gradients that the backward pass leaves: so ``BucketRecorder`` finds each gradient
+in its bucket by value. Equal gradients, such as zeros of the same size, may be swapped.
 """
 
 import os
@@ -74,62 +73,45 @@ def count_hosts(ranks: Iterable[int]) -> int:
 class TrafficCounts:
     """The calls of each collective or message, and the bytes that this rank passed to them."""
 
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    # The same for each size of the group, too.
     calls: Counter[CallKey] = field(default_factory=Counter)
     input_bytes: Counter[CallKey] = field(default_factory=Counter)
 
-    @property
-    def counts(self) -> Counter[str]:
-        """The calls by name."""
-        return _sum_by_name(self.calls)
-
-    @property
-    def bytes(self) -> Counter[str]:
-        """The bytes passed to the calls, by name."""
-        return _sum_by_name(self.input_bytes)
-
-
-def _sum_by_name(amounts: Counter[CallKey]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for (name, *_), amount in amounts.items():
-        total[name] += amount
-    return total
+    def add_call(self, key: CallKey, size: int) -> None:
+        """Count one call, to which this rank passed ``size`` bytes."""
+        self.counts[key[0]] += 1
+        self.bytes[key[0]] += size
+        self.calls[key] += 1
+        self.input_bytes[key] += size
 
 
 class CommunicationCounter(TorchDispatchMode):
     """Counts calls and bytes of every collective and point-to-point message of this rank, by name.
 
-    Bytes are those of the tensor that this rank passes to the call (for ``recv``, that it
-    receives). How many bytes leave the rank depends on the algorithm and the group's size: see
-    ``theory.collectives.wire_bytes``. Collectives along an axis ``tp`` of ``mesh`` are also counted
-    in ``along["tp"]``; ``along[""]`` is the total.
+    Bytes are those of the tensor that this rank passes to the call, or receives with ``recv``; for
+    those that leave the rank see ``theory.collectives.wire_bytes``. Collectives along an axis
+    ``tp`` of ``mesh`` are also counted in ``along["tp"]``; ``along[""]`` is the total.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self._axes: dict[str, str] = {}
-        self.along = {"": TrafficCounts()}
+        self.reset()
         if mesh:
             self.add_mesh(mesh)
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.along = {axis: TrafficCounts() for axis in ("", *self._axes.values())}
+        self.counts, self.bytes = self.along[""].counts, self.along[""].bytes
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
         """Count collectives along the axes of this mesh for these axes too, from now on."""
         for axis in mesh.mesh_dim_names or ():
             self._axes[str(mesh.get_group(axis).group_name)] = axis
             self.along.setdefault(axis, TrafficCounts())
-
-    def reset(self) -> None:
-        """Set all counts to zero."""
-        self.along = {axis: TrafficCounts() for axis in self.along}
-
-    @property
-    def counts(self) -> Counter[str]:
-        """The calls by name."""
-        return self.along[""].counts
-
-    @property
-    def bytes(self) -> Counter[str]:
-        """The bytes passed to the calls, by name."""
-        return self.along[""].bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -150,8 +132,7 @@ class CommunicationCounter(TorchDispatchMode):
             for label, given in collective_inputs(namespace, name, args):
                 size = sum(each.nbytes for each in tree_leaves(given) if isinstance(each, Tensor))
                 for axis in {"", self._axes.get(group, "")}:
-                    self.along[axis].calls[label, *spans] += 1
-                    self.along[axis].input_bytes[label, *spans] += size
+                    self.along[axis].add_call((label, *spans), size)
         return func(*args, **(kwargs or {}))
 
 
@@ -183,11 +164,7 @@ class BucketRecorder(CommunicationCounter):
     def gradients_by_bucket(
         self, parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, int]]:
-        """Return each bucket as sent: its gradients' bytes by parameter name, in their order.
-
-        Raises:
-            ValueError: a bucket holds something that is in no parameter's gradient.
-        """
+        """Return each bucket as sent: its gradients' bytes by parameter name, in their order."""
         left = {name: each.grad for name, each in parameters if each.grad is not None}
         return [match_gradients(each, left, f"bucket {i}") for i, each in enumerate(self._sent)]
 
@@ -200,10 +177,8 @@ def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str
         while flat.numel():
             name = next((name for name, each in left.items() if _starts_with(flat, each)), None)
             if name is None:
-                gradients = ", ".join(left) or "any"
-                raise ValueError(
-                    f"{what} brought {flat.nbytes} bytes that are in no gradient of {gradients}"
-                )
+                brought = f"{what} brought {flat.nbytes} bytes that are in no gradient"
+                raise ValueError(f"{brought} of {', '.join(left) or 'any'}")
             count = left.pop(name).numel()
             found[name] = count * flat.element_size()
             flat = flat[count:]
@@ -211,7 +186,6 @@ def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str
 
 
 def _starts_with(flat: Tensor, gradient: Tensor) -> bool:
-    start = flat[: gradient.numel()]
-    if start.numel() != gradient.numel():
-        return False
-    return start.to(gradient.dtype).allclose(gradient.reshape(-1), rtol=0, atol=0, equal_nan=True)
+    whole = gradient.reshape(-1)
+    start = flat[: whole.numel()].to(whole.dtype)
+    return start.shape == whole.shape and start.allclose(whole, rtol=0, atol=0, equal_nan=True)

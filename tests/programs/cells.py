@@ -36,7 +36,7 @@ def main(config: Config) -> None:
         for index, cell in enumerate(config.cells):
             folder = Path(os.environ[ENV_RUN_FOLDER]) / f"cell_{index:03d}"
             folder.mkdir(exist_ok=True)
-            own = rank.Session(here.rank, here.world_size, here.device, here.note, RecordWriter(folder, here.rank))
+            own = rank.Session(here.rank, here.world_size, here.device, RecordWriter(folder, here.rank))
             own.mesh = mesh
             parameters = configs.build_config(program.Config, json.loads(cell), here.world_size)
             with (

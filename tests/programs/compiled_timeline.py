@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,8 +16,6 @@ from labkit.session import timeline
 class Config:
     dim: int = 600
     """The first weight, of 1.44 MB, closes the first bucket; all else fits into the second."""
-    traces: str | None = None
-    """Folder for the raw traces."""
 
 
 def main(config: Config) -> None:
@@ -33,10 +30,8 @@ def main(config: Config) -> None:
 
         step()
         step()
-        path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
-        with timeline.profile_step(path, units={"chain": [model]}, device=here.device.type) as recording:
+        with timeline.profile_step(here._writer, 2, units={"chain": [model]}, device=here.device.type):
             step()
-        timeline.write_profile(recording, here._writer, 2)
 
 
 if __name__ == "__main__":

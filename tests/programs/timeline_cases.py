@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,8 +30,6 @@ class Config:
     """Of the linear layers."""
     delay_ms: float = 10.0
     """Sleep in each block's forward and backward pass."""
-    traces: str | None = None
-    """Folder for the raw traces."""
 
 
 class Sleep(torch.autograd.Function):
@@ -116,10 +113,8 @@ def main(config: Config) -> None:
         step = step_of(model, torch.randn(8, config.width))
         step()
         step()
-        path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
-        with timeline.profile_step(path, units=units, device=here.device.type) as recording:
+        with timeline.profile_step(here._writer, 2, units=units, device=here.device.type):
             step()
-        timeline.write_profile(recording, here._writer, 2)
 
 
 if __name__ == "__main__":
