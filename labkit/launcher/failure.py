@@ -1,7 +1,7 @@
 """Find the first failure of a run in what its ranks and torchrun left behind.
 
 One rank fails, and within milliseconds the others fail too, because it no longer answers. The
-learner needs the first:
+first failure is:
 
 1. the earliest exception that does not look like the consequence of another rank's end;
 2. a rank that ended without an exception: by a signal, or with an exit status of its own;
@@ -59,12 +59,7 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     return _exception_failure(folder, errors[0], remark)
 
 
-def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
-    """Return the failure of a run that was stopped at its time limit, after its stacks arrived."""
-    return make_timeout(folder, timeout_s, process.read_stacks(folder, range(ranks)))
-
-
-def make_timeout(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
+def timeout_failure(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
     """Return the failure of a run that was stopped at its time limit, with its ranks' output."""
     outputs = {rank: read_tail(folder.log(rank), MAX_OUTPUT_LINES) for rank in stacks}
     return RunTimedOut(timeout_s, stacks, outputs)

@@ -4,8 +4,7 @@ Importing torch is most of the cost of a launch, and this process has already do
 safe only with one thread and without CUDA, so it starts neither, and checks both before each fork.
 
 FD is a socket to the notebook's process (warm_start.py). When the other end closes, the server
-waits for current runs and leaves. When the notebook's process is gone, the server and all its runs
-leave at once.
+waits for current runs and leaves. When that process is gone, server and runs leave at once.
 """
 
 import contextlib
@@ -22,11 +21,12 @@ from typing import Any
 
 from labkit.environment import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
 from labkit.launcher import torchrun
-from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, READY, RESUME
+from labkit.launcher.warm_start import MAX_ANSWER_BYTES, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT
 from labkit.torch_private import SLOW_MODULES
 
+# What every run needs. What the programs of launch/ import is found in their text.
 MODULES_TO_PRELOAD = (
     "encodings.idna",
     "torch.distributed.run",
@@ -38,8 +38,8 @@ MODULES_TO_PRELOAD = (
     "labkit.rank",
     "labkit.launcher.rendezvous_handlers",
 )
-"""What every run needs. What the programs of launch/ import is found in their text."""
 WATCH_PERIOD_S = 0.5
+MAX_REQUEST_BYTES = 2**20
 
 
 def main() -> None:
@@ -71,10 +71,10 @@ def list_program_modules() -> list[str]:
 
 def pause_when_asked(control: socket.socket) -> None:
     """Leave the machine to a cold run that is being measured, until it has ended."""
-    word = RESUME
-    while word == PAUSE or select.select([control], [], [], 0)[0]:
-        word = control.recv(1)
-        if not word:
+    message = RESUME
+    while message == PAUSE or select.select([control], [], [], 0)[0]:
+        message = control.recv(MAX_ANSWER_BYTES)
+        if not message:
             sys.exit()
 
 
@@ -98,18 +98,17 @@ def serve_forks(control: socket.socket, notebook: int) -> None:
                 _send_exit_status(selector, key)
                 continue
             # PAUSE and RESUME matter to the imports alone.
-            word, files, *_ = socket.recv_fds(control, 1, 2)
-            if word == FORK:
-                _fork_torchrun(selector, *files)
-            elif not word:
+            message, files, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+            if files:
+                _fork_torchrun(selector, json.loads(message), socket.socket(fileno=files[0]))
+            elif not message:
                 selector.unregister(control)
 
 
-def _fork_torchrun(selector: selectors.BaseSelector, request_file: int, answer_file: int) -> None:
+def _fork_torchrun(
+    selector: selectors.BaseSelector, request: dict[str, Any], answer: socket.socket
+) -> None:
     """Fork torchrun and send its process id, or 0 if forking is no longer safe."""
-    answer = socket.socket(fileno=answer_file)
-    with open(request_file) as file:
-        request = json.load(file)
     if not torchrun.can_fork() or len(os.listdir("/proc/self/task")) > 1:
         return _send_number(answer, 0)
     show_run_folder(request["environment"][ENV_RUN_FOLDER])
@@ -133,7 +132,7 @@ def _send_exit_status(selector: selectors.BaseSelector, key: selectors.SelectorK
 def _send_number(answer: socket.socket, number: int) -> None:
     # The process that asked may have been interrupted.
     with contextlib.suppress(OSError):
-        answer.sendall(INT_STRUCT.pack(number))
+        answer.sendall(str(number).encode())
 
 
 def _run_as_torchrun(
@@ -148,7 +147,7 @@ def _run_as_torchrun(
                 key.data[1].close()
         selector.close()
         # The process that asked may have been interrupted.
-        if answer.recv(1) != RESUME:
+        if answer.recv(MAX_ANSWER_BYTES) != RESUME:
             os._exit(1)
         answer.close()
         with private_files.open_file(request["log"], "wb") as log:

@@ -65,6 +65,8 @@ class TorchrunMagics(Magics):
         outcome: RunResult | LabError
         try:
             outcome = result = run_with_payload(PROGRAM, given, **arguments)
+            show_output({rank.rank: rank.log() for rank in result.ranks})
+            show_values(result)
         except ParameterError as refused:
             raise replace_traceback(refused, str(refused)) from None
         except (RankFailed, RunTimedOut) as error:
@@ -77,9 +79,6 @@ class TorchrunMagics(Magics):
             if not options.fails:
                 raise replace_traceback(error, said + log) from None
             print(said, file=sys.stderr)
-        else:
-            show_output({rank.rank: rank.log() for rank in result.ranks})
-            show_values(result)
         if name:
             known[name] = outcome
 
@@ -90,19 +89,17 @@ def parse_cell(text: str) -> ast.Module:
         tree = ast.parse(text, CELL_NAME)
         # This finds errors that parsing does not, such as return outside a function.
         compile(tree, CELL_NAME, "exec")
-        return tree
     except SyntaxError as error:
         place = mark_line(text, error.lineno or 2)
         said = f"{place}\nSyntaxError: {error.msg}. Nothing was started."
         raise replace_traceback(ParameterError(), said) from None
+    return tree
 
 
 def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
     """Return the notebook's modules that the code uses, by the notebook's names for them."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {
-        name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)
-    }
+    used = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+    return {name: known[name] for name in used if isinstance(known.get(name), types.ModuleType)}
 
 
 def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,12 +120,8 @@ def show_output(logs: Mapping[int, str]) -> None:
 
 def show_values(result: RunResult) -> None:
     """Print the values of the cell's last line."""
-    values = {
-        rank.rank: rank.artifact(VALUE_ARTIFACT)
-        for rank in result.ranks
-        if VALUE_ARTIFACT in rank.folder.artifact_names(rank.rank)
-    }
-    for who, value in group_by_text(values):
+    having = [r for r in result.ranks if VALUE_ARTIFACT in r.folder.artifact_names(r.rank)]
+    for who, value in group_by_text({r.rank: r.artifact(VALUE_ARTIFACT) for r in having}):
         print(f"{who}:{chr(10) if chr(10) in value else ' '}{value}")
 
 
@@ -154,21 +147,17 @@ def rank_list_text(ranks: list[int]) -> str:
 
 
 def output_before_failure(failure: RankFailed) -> dict[int, str]:
-    """Return the output of a failed run's ranks, without the failing one's traceback at the end."""
+    """Return the output of a failed run's ranks, without the tracebacks of what ended them."""
     folder = RunFolder(failure.log.parent)
     outputs = {}
     for path in sorted(folder.path.glob("rank_*.log")):
         rank, log = int(path.stem.removeprefix("rank_")), path.read_text(errors="replace")
-        outputs[rank] = strip_traceback(log, folder.error(rank))
+        # An exception that has a cause prints several tracebacks, and they come last.
+        chain = read_json(folder.error(rank)).get("traceback", "").count(TRACEBACK_HEADER)
+        parts = log.split(TRACEBACK_HEADER)
+        before = TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
+        outputs[rank] = re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", before)
     return outputs
-
-
-def strip_traceback(log: str, error: Path) -> str:
-    """Remove the tracebacks of the error that ended a rank from its output."""
-    chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
-    parts = log.split(TRACEBACK_HEADER)
-    before = TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
-    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", before)
 
 
 def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:

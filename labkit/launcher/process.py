@@ -28,10 +28,10 @@ STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
 ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 WORKER_ARGUMENTS = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
+# The module that torchrun loads for its rendezvous.
 ONE_HOST = "labkit.launcher.rendezvous_handlers"
-"""The module that torchrun loads for its rendezvous."""
+# Environment variables whose names begin so are options of torchrun.
 TORCHRUN_ENV_PREFIX = "PET_"
-"""How the names of environment variables begin that are options of torchrun."""
 OUTER_VARIABLES = {
     "MPLBACKEND",  # the notebook's plotting backend, which needs a kernel
     # The others belong to an enclosing run.
@@ -41,14 +41,8 @@ OUTER_VARIABLES = {
     environment.ENV_CLOCK_AHEAD_S,
 }
 STARTUP_FRAMES = (
-    "<frozen runpy>",
-    *(
-        str(Path(__file__).with_name(f"{each}.py"))
-        for each in ("worker", "torchrun", "fork_server")
-    ),
-    "torch/distributed/elastic/",
-    "torch/distributed/launcher/",
-    "torch/distributed/run.py",
+    *("<frozen runpy>", f"{Path(__file__).parent}{os.sep}"),
+    *("torch/distributed/elastic/", "torch/distributed/launcher/", "torch/distributed/run.py"),
 )
 
 TorchrunProcess = subprocess.Popen[bytes] | warm_start.WarmTorchrun
@@ -95,11 +89,10 @@ def spawn_torchrun(
 
 def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1) -> dict[str, str]:
     """Return the environment of one host's torchrun and ranks: this process's, and the run's."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in OUTER_VARIABLES and not name.startswith(TORCHRUN_ENV_PREFIX)
-    }
+    inherited = dict(os.environ)
+    for name in os.environ:
+        if name in OUTER_VARIABLES or name.startswith(TORCHRUN_ENV_PREFIX):
+            del inherited[name]
     return inherited | {
         ENV_RUN_FOLDER: str(folder.path),
         environment.ENV_NOTEBOOK_PID: str(os.getpid()),
@@ -141,8 +134,8 @@ def find_run_processes(
 ) -> list[psutil.Process]:
     """Return the living processes of a run except this one; given ``node``, those of that host."""
     found, family = [], set()
-    if torchrun_pid is not None:
-        with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error):
+        if torchrun_pid is not None:
             torchrun = psutil.Process(torchrun_pid)
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():
@@ -165,11 +158,7 @@ def _has_run_environment(process: psutil.Process, folder: Path, node: str | None
 def kill_run_processes(
     folder: Path, torchrun_pid: int | None = None, node: str | None = None
 ) -> list[int]:
-    """Kill all processes of a run (of one host, given ``node``) and wait until they have ended.
-
-    Returns:
-        Ids of processes that survive for five seconds, because they wait for a device.
-    """
+    """Kill a run's processes; return those that after 5 s still wait for a device, and so live."""
     give_up, killed = time.monotonic() + STOP_LIMIT_S, set[psutil.Process]()
     while alive := {*find_run_processes(folder, torchrun_pid, node), *filter(_is_alive, killed)}:
         if time.monotonic() > give_up:
