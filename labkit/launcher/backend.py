@@ -1,8 +1,4 @@
-"""What runs the ranks of a run, and the loop that watches them.
-
-A run on this host has a LocalBackend. Several hosts have the one of labkit_cluster, which the core
-knows by name alone.
-"""
+"""What runs the ranks of a run, on this host or several, and the loop that watches them."""
 
 import contextlib
 import importlib
@@ -18,8 +14,8 @@ from labkit.runs.folder import RunFolder
 
 CLUSTER_MODULE = "labkit_cluster.hosts"
 POLL_PERIOD_S = 0.1
+# How long torchrun may take to end by itself after a rank has failed.
 FAILURE_GRACE_S = 3.0
-"""How long torchrun may take to end by itself after a rank has failed."""
 EXIT_FAILED = 1
 
 
@@ -27,19 +23,17 @@ class RunHost(Protocol):
     """A host of ``labkit.run(hosts=…)`` as far as the core knows it; see ``labkit.Host``."""
 
     @property
-    def name(self) -> str:
-        """How messages and tables call it."""
+    def name(self) -> str: ...
 
 
 class Backend(Protocol):
     """What runs the ranks of one run."""
 
+    # Whether the ranks come from a process that has imported torch already.
     @property
-    def is_warm(self) -> bool:
-        """Whether the ranks come from a process that has imported torch already."""
+    def is_warm(self) -> bool: ...
 
-    def start(self) -> None:
-        """Start the ranks; return at once."""
+    def start(self) -> None: ...
 
     def wait(self, timeout_s: float) -> int:
         """Return the exit status. Raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
@@ -94,10 +88,10 @@ def watch_ranks(
     timeout_s: float = math.inf,
     on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
 ) -> int:
-    """Wait for torchrun's end or the time limit; return torchrun's exit status.
+    """Wait as ``Backend.wait`` does, again and again; return the exit status.
 
     Args:
-        wait: returns the exit status, or raises subprocess.TimeoutExpired after this many seconds.
+        wait: waits for torchrun's end.
         has_failed: whether the run has failed; called after each wait.
         poll_period_s: the length of each wait.
         grace_s: how long after a failure torchrun may take to end; then EXIT_FAILED is returned.

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import select
-import selectors
 import socket
 import sys
 from typing import Any
@@ -40,12 +39,15 @@ MODULES_TO_PRELOAD = (
 )
 WATCH_PERIOD_S = 0.5
 MAX_REQUEST_BYTES = 2**20
+# Each torchrun's process id and socket for answers, by a descriptor that is readable at its end.
+Runs = dict[int, tuple[int, socket.socket]]
 
 
 def main() -> None:
     """Import everything, report readiness, and serve until the notebook closes the socket."""
     show_run_folder("")
     control = socket.socket(fileno=int(sys.argv[1]))
+    os.register_at_fork(after_in_child=control.close)
     path = list(sys.path)
     for name in (*MODULES_TO_PRELOAD, *list_program_modules()):
         pause_when_asked(control)
@@ -90,66 +92,55 @@ def show_run_folder(folder: str) -> None:
 
 def serve_forks(control: socket.socket, notebook: int) -> None:
     """Fork for each request; answer with the process id, and later with the exit status."""
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    while os.getppid() == notebook and selector.get_map():
-        for key, _ in selector.select(WATCH_PERIOD_S):
-            if key.fileobj is not control:
-                _send_exit_status(selector, key)
+    runs: Runs = {}
+    requests = [control]
+    while os.getppid() == notebook and (requests or runs):
+        for ready in select.select([*requests, *runs], [], [], WATCH_PERIOD_S)[0]:
+            if ready is not control:
+                pid, answers = runs.pop(ready)
+                os.close(ready)
+                _send_number(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                answers.close()
                 continue
             # PAUSE and RESUME matter to the imports alone.
             message, files, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
             if files:
-                _fork_torchrun(selector, json.loads(message), socket.socket(fileno=files[0]))
+                _fork_torchrun(runs, json.loads(message), socket.socket(fileno=files[0]))
             elif not message:
-                selector.unregister(control)
+                requests = []
 
 
-def _fork_torchrun(
-    selector: selectors.BaseSelector, request: dict[str, Any], answer: socket.socket
-) -> None:
+def _fork_torchrun(runs: Runs, request: dict[str, Any], answers: socket.socket) -> None:
     """Fork torchrun and send its process id, or 0 if forking is no longer safe."""
     if not torchrun.can_fork() or len(os.listdir("/proc/self/task")) > 1:
-        return _send_number(answer, 0)
+        return _send_number(answers, 0)
     show_run_folder(request["environment"][ENV_RUN_FOLDER])
     request["environment"][ENV_NOTEBOOK_PID] = str(os.getpid())
     pid = os.fork()
     if pid == 0:
-        _run_as_torchrun(selector, answer, request)
+        _run_as_torchrun(runs, request, answers)
     show_run_folder("")
-    _send_number(answer, pid)
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answer))
+    _send_number(answers, pid)
+    runs[os.pidfd_open(pid)] = pid, answers
 
 
-def _send_exit_status(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    pid, answer = key.data
-    selector.unregister(key.fileobj)
-    os.close(key.fd)
-    with answer:
-        _send_number(answer, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-def _send_number(answer: socket.socket, number: int) -> None:
+def _send_number(answers: socket.socket, number: int) -> None:
     # The process that asked may have been interrupted.
     with contextlib.suppress(OSError):
-        answer.sendall(str(number).encode())
+        answers.sendall(str(number).encode())
 
 
-def _run_as_torchrun(
-    selector: selectors.BaseSelector, answer: socket.socket, request: dict[str, Any]
-) -> None:
+def _run_as_torchrun(runs: Runs, request: dict[str, Any], answers: socket.socket) -> None:
     words = [torchrun.__name__, *request["arguments"]]
     with torchrun.become_new_process(words, request["environment"]):
         # Other runs' sockets must close when their owners close them.
-        for key in list(selector.get_map().values()):
-            os.close(key.fd)
-            if key.data:
-                key.data[1].close()
-        selector.close()
+        for descriptor, (_, others_answers) in runs.items():
+            os.close(descriptor)
+            others_answers.close()
         # The process that asked may have been interrupted.
-        if answer.recv(MAX_ANSWER_BYTES) != RESUME:
+        if answers.recv(MAX_ANSWER_BYTES) != RESUME:
             os._exit(1)
-        answer.close()
+        answers.close()
         with private_files.open_file(request["log"], "wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

@@ -134,8 +134,8 @@ def find_run_processes(
 ) -> list[psutil.Process]:
     """Return the living processes of a run except this one; given ``node``, those of that host."""
     found, family = [], set()
-    with contextlib.suppress(psutil.Error):
-        if torchrun_pid is not None:
+    if torchrun_pid is not None:
+        with contextlib.suppress(psutil.Error):
             torchrun = psutil.Process(torchrun_pid)
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():

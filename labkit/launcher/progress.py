@@ -131,14 +131,10 @@ class TextDisplay(Display):
 
 
 def _can_write_line(file: Any) -> bool:
-    try:
-        number = file.fileno()
-    except (AttributeError, OSError, ValueError):
-        # The stream does not belong to a terminal.
-        return True
-    poll = select.poll()
-    poll.register(number, select.POLLOUT)
-    return bool(poll.poll(0))
+    # A stream without a file descriptor takes everything at once.
+    with contextlib.suppress(TypeError, OSError, ValueError):
+        return bool(select.select([], [file], [], 0)[1])
+    return True
 
 
 def redirect_to_devnull(file: Any) -> None:

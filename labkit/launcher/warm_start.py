@@ -165,7 +165,7 @@ class ForkServerManager:
                         self.start_in_background()
 
     def start_in_background(self) -> None:
-        """Start a server, unless there is one that matches the present state of this process."""
+        """Start a server, unless there is one of this process's present state."""
         with self._lock:
             if sys.platform == "linux" and os.environ.get(ENV_WARM) != "0":
                 self._retire_if_stale()
