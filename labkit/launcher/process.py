@@ -1,9 +1,9 @@
 """Start, find and kill the processes of a run.
 
-A process belongs to a run if its environment names the run's folder (torchrun and the ranks pass
-that on to their children), or if it descends from the run's torchrun, which adopts orphans on
-Linux. The first rule finds survivors of torchrun, the second programs that changed their
-environment. Only an orphan with an empty environment escapes after kill -9 of torchrun.
+A process belongs to a run if its environment, which children inherit, names the run's folder, or if
+it descends from the run's torchrun, which adopts orphans on Linux. The first rule finds survivors
+of torchrun, the second programs that changed their environment. Only an orphan with an empty
+environment escapes after kill -9 of torchrun.
 """
 
 import contextlib
@@ -109,7 +109,6 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
 
 
 def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Choose a private folder for torch.compile's cache, unless the user chose one."""
     # The default lies in /tmp, where another user may have created it before.
     default = os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)
     if not (inherited.get(ENV_COMPILE_CACHE) or default).startswith(default):
@@ -187,7 +186,7 @@ def read_stack(folder: RunFolder, rank: int) -> str:
 
 
 def read_stacks(folder: RunFolder, ranks: Iterable[int]) -> dict[int, str]:
-    """Return the stacks that were requested of these ranks."""
+    """Return the stacks that these ranks dumped, for each rank."""
     return {rank: read_stack(folder, rank) or "(no answer)" for rank in ranks}
 
 
@@ -227,7 +226,7 @@ def read_if_exists(path: Path) -> str:
 
 
 def _wait_for_text(files: Sequence[Path]) -> None:
-    """Wait until all files have content and have stopped growing."""
+    # A stack is complete when all files have stopped growing.
     give_up = time.monotonic() + STACK_LIMIT_S
     sizes: list[int] = []
     while time.monotonic() < give_up:

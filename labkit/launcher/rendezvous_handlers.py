@@ -65,4 +65,5 @@ def create_handler(parameters: RendezvousParameters) -> SingleHostHandler:
 def make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
     """Return the store at this address; it is this process's if that holds the listening socket."""
     options = {"is_master": listening is not None, "master_listen_fd": listening}
-    return dist.TCPStore(address, port, wait_for_workers=False, **options)  # type: ignore[attr-defined]
+    options["wait_for_workers"] = False
+    return dist.TCPStore(address, port, **options)  # type: ignore[attr-defined]

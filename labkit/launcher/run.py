@@ -22,7 +22,7 @@ from labkit import config, program_source, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
-from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
+from labkit.launcher.backend import LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
@@ -88,14 +88,12 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
     """Run a program's check, by default parity: does it compute what one device computes?
 
     A difference is a result: ``result.ok`` is False, and ``result.verdict_text`` says what differs.
+    Errors are those of ``run``, and a LabError where the program ends without a verdict.
 
     Args:
         program: as for ``run``.
         check: value of the program's parameter ``check``.
         **arguments: the other arguments of ``run``.
-
-    Raises:
-        LabError: the program ended without a verdict. Otherwise as ``run``.
     """
     result = run(program, check=check, **arguments)
     if not result.verdict:
@@ -119,15 +117,12 @@ def sweep(
         program: as for ``run``.
         over: values by argument of ``run`` (``nproc`` or a parameter); the last varies fastest.
         **fixed: the other arguments of ``run``.
-
-    Raises:
-        ParameterError: an argument of any of the runs is wrong; nothing was started.
     """
-    chosen = argument_combinations(over, fixed)
+    chosen = [fixed | each for each in argument_combinations(over, fixed)]
     # All of them before the first run: a bad value must not cost an hour.
-    for one in chosen:
-        make_run_request(program, **(fixed | one))
-    return [run(program, **(fixed | one)) for one in chosen]
+    for arguments in chosen:
+        make_run_request(program, **arguments)
+    return [run(program, **arguments) for arguments in chosen]
 
 
 def argument_combinations(
@@ -338,7 +333,7 @@ def find_program(program: str | Path) -> tuple[Path, str]:
 def resolve_params(
     path: Path, params: Mapping[str, Any], nproc: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all parameters of the program by name, and the subset that the caller gave."""
+    """Return all parameters of the program by name, and those that the caller gave."""
     config_class = config.read_config(path)
     names = ", ".join(params)
     if params and config_class is None:
@@ -451,11 +446,11 @@ def _run_ranks(
 
 def _make_backend(
     request: RunRequest, folder: RunFolder, fork_server: ForkServer | None
-) -> Backend:
+) -> LocalBackend:
     if request.hosts:
         wanted = {name: getattr(request, name) for name in ("target", "params", "device")}
         wanted["nproc"] = request.local_world_size
-        return cast(Backend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
+        return cast(LocalBackend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
     nproc = len(request.active_ranks)
     environment = process.rank_environment(folder, nproc, request.device)
     how = *request.worker_command, nproc, environment | request.extra_environment, fork_server
@@ -489,7 +484,6 @@ def git_revision() -> str | None:
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     # There may be no git, or only a copy of the files.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=5
-        ).strip()
+        quiet = subprocess.DEVNULL
+        return subprocess.check_output(command, stderr=quiet, text=True, timeout=5).strip()
     return None

@@ -1,8 +1,7 @@
-"""Keep a fork server (fork_server.py) ready for warm starts; it forks torchrun for a run.
+"""Keep a fork server (fork_server.py) ready, which forks torchrun for a run that starts warm.
 
 The server imports for some seconds, in the background and never beside a measured run: a first run
-is a cold one, and the server pauses during it; a later run waits for the server. LABKIT_WARM=1
-always waits.
+is cold, and the server pauses during it; a later run waits for the server.
 """
 
 import contextlib
@@ -74,13 +73,14 @@ class ForkServer:
         self.state = process_state()
         self._ready = False
         self._control, theirs = _make_message_sockets()
-        env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        # The first is the notebook's plotting backend, which needs a kernel.
+        outer = ("MPLBACKEND", ENV_RUN_FOLDER)
+        env = {name: value for name, value in os.environ.items() if name not in outer}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         # numpy makes as many threads as this when it is imported; the ranks set their own number.
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         # With room for any path: fork_server.show_run_folder overwrites it. Last, since readers of
         # /proc stop at its padding.
-        env.pop(ENV_RUN_FOLDER, None)
         env[ENV_RUN_FOLDER] = "." * MAX_PATH_BYTES
         with theirs:
             self.process = subprocess.Popen(
@@ -109,9 +109,7 @@ class ForkServer:
         """Let it fork torchrun; raise ForkServerGone if it cannot."""
         ours, theirs = _make_message_sockets()
         pid = 0
-        with contextlib.ExitStack() as on_error:
-            # If this process is interrupted, the closed socket tells the fork to end.
-            on_error.callback(ours.close)
+        try:
             with theirs:
                 self.send_command(json.dumps(request).encode(), [theirs.fileno()])
             ours.settimeout(FORK_TIMEOUT_S)
@@ -122,7 +120,10 @@ class ForkServer:
                 self.process.wait()
                 raise ForkServerGone
             ours.sendall(RESUME)
-            on_error.pop_all()
+        except BaseException:
+            # If this process is interrupted, the closed socket tells the fork to end.
+            ours.close()
+            raise
         return WarmTorchrun(ours, pid)
 
     def close(self) -> None:
@@ -236,5 +237,4 @@ def process_state() -> tuple[Any, ...]:
 
 
 fork_server_manager = ForkServerManager()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=fork_server_manager.forget_server)
+os.register_at_fork(after_in_child=fork_server_manager.forget_server)
