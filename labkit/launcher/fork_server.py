@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from labkit.environment import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
-from labkit.launcher import torchrun
+from labkit.launcher import torchrun, warm_start
 from labkit.launcher.warm_start import MAX_ANSWER_BYTES, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT
@@ -38,7 +38,6 @@ MODULES_TO_PRELOAD = (
     "labkit.launcher.rendezvous_handlers",
 )
 WATCH_PERIOD_S = 0.5
-MAX_REQUEST_BYTES = 2**20
 # Each torchrun's process id and socket for answers, by a descriptor that is readable at its end.
 Runs = dict[int, tuple[int, socket.socket]]
 
@@ -103,7 +102,7 @@ def serve_forks(control: socket.socket, notebook: int) -> None:
                 answers.close()
                 continue
             # PAUSE and RESUME matter to the imports alone.
-            message, files, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+            message, files, *_ = socket.recv_fds(control, warm_start.MAX_REQUEST_BYTES, 1)
             if files:
                 _fork_torchrun(runs, json.loads(message), socket.socket(fileno=files[0]))
             elif not message:

@@ -29,7 +29,7 @@ FORK_SERVER_ARGUMENTS = ("-m", "labkit.launcher.fork_server")
 # Messages between this process and the server. A request to fork is the JSON of torchrun's start,
 # and comes with a socket for the answers: torchrun's process id, and later its exit status.
 READY, PAUSE, RESUME = b"ready", b"pause", b"resume"
-MAX_ANSWER_BYTES = 16
+MAX_REQUEST_BYTES, MAX_ANSWER_BYTES = 2**20, 16
 MAX_PATH_BYTES = 4096
 READY_TIMEOUT_S, FORK_TIMEOUT_S = 60.0, 10.0
 # Prefixes of the variables that count when a process begins or imports torch; all others arrive
@@ -133,7 +133,10 @@ class ForkServer:
 
 def _make_message_sockets() -> tuple[socket.socket, socket.socket]:
     # Unlike a stream, this kind of socket keeps messages apart.
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # A request holds all environment variables. If they do not fit, the run starts cold.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
+    return ours, theirs
 
 
 class ForkServerManager:
