@@ -3,6 +3,10 @@
 The comments say: who sets it -> who reads it: its values.
 """
 
+import os
+
+from labkit.errors import ParameterError
+
 # Set by people.
 ENV_RUNS_FOLDER = "LABKIT_RUNS"  # a person -> runs.folder: where runs are recorded
 ENV_WARM = "LABKIT_WARM"  # a person -> launcher.warm_start: 0 never forks ranks, 1 always does
@@ -29,3 +33,17 @@ ENV_HOST_INDEX = "LABKIT_NODE"  # labkit_cluster -> torchrun: which host this is
 ENV_TOTAL_CORES = "LABKIT_CORES"  # labkit_cluster -> ranks: cores of all hosts together
 ENV_CLOCK_AHEAD_S = "LABKIT_AHEAD_S"  # labkit_cluster -> ranks: seconds that host 0 is ahead
 ENV_LOCAL_HOST = "LABKIT_HOST_ON_THIS_MACHINE"  # labkit_cluster.local_hosts -> itself: whose host
+
+
+def read_choice(name: str, *choices: str) -> str:
+    """Return a variable's value, "" if unset; raise ParameterError unless a choice begins with it.
+
+    Args:
+        name: the variable.
+        choices: each a value, with its meaning after a space, such as "0 (never)".
+    """
+    value = os.environ.get(name, "")
+    if value and value not in [choice.split()[0] for choice in choices]:
+        fix = "unset it to have labkit choose"
+        raise ParameterError(f"{name}={value!r} is none of {', '.join(choices)}; {fix}")
+    return value

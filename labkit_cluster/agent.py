@@ -197,9 +197,9 @@ class JobAgent:
             if end == EXIT_HOST_LOST
         ]
         if EXIT_TIMED_OUT in ends.values():
-            raise failure.timeout_failure(
-                self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"]
-            )
+            ranks = range(self._job["hosts"] * self._job["nproc"])
+            stacks = process.read_stacks(self._folder, ranks)
+            raise failure.timeout_failure(self._folder, self._job["timeout_s"], stacks)
         if lost and all(error["echo"] for error in failure.read_rank_errors(self._folder)):
             raise HostLost(
                 f"{' and '.join(lost)} was lost in mid-run: the others' ranks were stopped"

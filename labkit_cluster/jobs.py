@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import HostLost, LabError, NotAllHosts, RankFailed
-from labkit.launcher import failure
+from labkit.launcher import failure, process
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.runs.folder import RunFolder, read_json, require_fields, write_json
 from labkit.runs.result import RunFileNotFound, RunResult, load
@@ -200,7 +200,8 @@ class Job:
                 f" {self.folder}"
             )
         if info["exit"] == "timed out":
-            return failure.timeout_failure(self._files, info["timeout_s"], info["nproc"])
+            stacks = process.read_stacks(self._files, range(info["nproc"]))
+            return failure.timeout_failure(self._files, info["timeout_s"], stacks)
         if kind == RankFailed.__name__:
             return failure.first_failure(self._files, 1)
         return {each.__name__: each for each in (NotAllHosts, HostLost)}.get(kind, LabError)(

@@ -97,9 +97,7 @@ def submit(
             be written.
     """
     there = resolve_cluster(cluster)
-    nodes = require_positive(
-        "nodes", nodes, int, "not a number of nodes: give an int of at least 1"
-    )
+    nodes = require_positive("nodes", nodes, int, "number of nodes")
     fixed = {"nproc": nproc, "timeout_s": timeout_s, "device": device, **params}
     varied = [{}] if over is None else argument_combinations(over, {"nodes": nodes, **fixed})
     if not varied:

@@ -86,8 +86,7 @@ def plan(
         KeyboardInterrupt: an interrupt; the message says where the results so far are stored.
     """
     if whole is not None:
-        rule = "not a number of candidates: give an int of at least 1, or None for all"
-        whole = require_positive("whole", whole, int, rule)
+        whole = require_positive("whole", whole, int, "number of candidates (None means all)")
     for name, number, unit in (
         ("budget_gib", budget_gib, "GiB"),
         ("dollars_per_hour", dollars_per_hour, "dollars"),
@@ -123,7 +122,7 @@ def as_list(value: Any) -> list[Any]:
 
 def check_candidate_count(values: Mapping[str, Sequence[Any]], count: int, limit: int) -> None:
     """Raise ParameterError if there are no candidates, or more than the limit."""
-    require_positive("limit", limit, int, "not a number of candidates: give an int of at least 1")
+    require_positive("limit", limit, int, "number of candidates")
     if not 0 < count <= limit:
         factors = [f"{len(each)} {name}" for name, each in values.items() if len(each) != 1]
         raise ParameterError(

@@ -130,10 +130,7 @@ def make_simulation_request(
     **params: Any,
 ) -> SimulationRequest:
     """Validate the arguments of ``simulate`` without starting anything."""
-    int_rule = "give an int of at least 1"
-    world_size = require_positive(
-        "world_size", world_size, int, f"not a number of ranks: {int_rule}"
-    )
+    world_size = require_positive("world_size", world_size, int, "number of ranks")
     if world_size > MAX_RANKS:
         raise ParameterError(
             f"world_size = {world_size} is too many: {MAX_RANKS} ranks are the limit"
@@ -141,9 +138,7 @@ def make_simulation_request(
     kind = None if hardware is None else estimate.resolve_hardware(hardware)
     if ranks_per_host is None:
         ranks_per_host = kind.devices if kind else DEFAULT_GPUS_PER_HOST
-    ranks_per_host = require_positive(
-        "ranks_per_host", ranks_per_host, int, f"not a number of GPUs: {int_rule}"
-    )
+    ranks_per_host = require_positive("ranks_per_host", ranks_per_host, int, "number of GPUs")
     if kind:
         estimate.ranks_on_each_host(world_size, ranks_per_host, kind)
     fields = validate_program(program, params, world_size, timeout_s, warm, use)

@@ -27,8 +27,8 @@ def test_a_tail_gives_each_line_once_and_whole(tmp_path):
         assert tail.read_lines() == ["two"]
         file.write("é".encode()[-1:])
         assert tail.read_lines() == []
-        assert tail.read_remainder() == ["thré"]
-        assert tail.read_remainder() == []
+        assert tail.read_lines(has_ended=True) == ["thré"]
+        assert tail.read_lines(has_ended=True) == []
 
 
 def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, monkeypatch, capsys):

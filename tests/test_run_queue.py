@@ -120,7 +120,7 @@ def test_a_run_within_a_run_does_not_wait_for_it(place, monkeypatch):
 
 def test_what_stands_in_the_way_is_named(place, monkeypatch):
     monkeypatch.setenv(ENV_QUEUE, "no")
-    with pytest.raises(ParameterError, match="LABKIT_QUEUE='no' is neither 0"):
+    with pytest.raises(ParameterError, match="LABKIT_QUEUE='no' is none of 0"):
         labkit.run(PROGRAMS / "small.py")
     monkeypatch.delenv(ENV_QUEUE)
     place.write_text("a file")

@@ -235,7 +235,7 @@ def test_a_wish_that_cannot_be_understood(monkeypatch):
     with pytest.raises(ParameterError, match="warm = 1 is none of True, False and None"):
         labkit.run("all_reduce", warm=1)
     monkeypatch.setenv(ENV_WARM, "yes")
-    with pytest.raises(ParameterError, match="LABKIT_WARM='yes' is neither 0"):
+    with pytest.raises(ParameterError, match="LABKIT_WARM='yes' is none of 0"):
         labkit.run("all_reduce")
 
 

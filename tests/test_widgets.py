@@ -165,7 +165,7 @@ def test_who_sees_controls(monkeypatch, said, kernel, session, expected):
 
 def test_a_wish_that_cannot_be_understood(monkeypatch):
     monkeypatch.setenv(ENV_WIDGETS, "yes")
-    with pytest.raises(ParameterError, match="LABKIT_WIDGETS='yes' is neither 0"):
+    with pytest.raises(ParameterError, match="LABKIT_WIDGETS='yes' is none of 0"):
         module.can_show_widgets()
 
 

@@ -1,8 +1,4 @@
-"""What runs the ranks of a run, and the loop that watches them.
-
-A run on this host has a LocalBackend. Several hosts have the one of labkit_cluster, which the core
-knows by name alone.
-"""
+"""What runs the ranks of a run, on this host or several, and the loop that watches them."""
 
 import contextlib
 import importlib
@@ -18,8 +14,8 @@ from labkit.runs.folder import RunFolder
 
 CLUSTER_MODULE = "labkit_cluster.hosts"
 POLL_PERIOD_S = 0.1
+# How long torchrun may take to end by itself after a rank has failed.
 FAILURE_GRACE_S = 3.0
-"""How long torchrun may take to end by itself after a rank has failed."""
 EXIT_FAILED = 1
 
 
@@ -27,32 +23,14 @@ class RunHost(Protocol):
     """A host of ``labkit.run(hosts=…)`` as far as the core knows it; see ``labkit.Host``."""
 
     @property
-    def name(self) -> str:
-        """How messages and tables call it."""
-
-
-class Backend(Protocol):
-    """What runs the ranks of one run."""
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the ranks come from a process that has imported torch already."""
-
-    def start(self) -> None:
-        """Start the ranks; return at once."""
-
-    def wait(self, timeout_s: float) -> int:
-        """Return the exit status. Raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
-
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the Python stacks of these ranks, or why there are none, by rank."""
-
-    def stop(self) -> list[int]:
-        """End every process of the run; return the ids of those that do not die."""
+    def name(self) -> str: ...
 
 
 class LocalBackend:
-    """torchrun on this host, which ``launch`` starts."""
+    """torchrun on this host, which ``launch`` starts.
+
+    The MultiHostBackend of labkit_cluster has the same methods.
+    """
 
     def __init__(self, folder: RunFolder, launch: Callable[[], process.TorchrunProcess]):
         self._folder, self._launch = folder, launch
@@ -60,19 +38,23 @@ class LocalBackend:
 
     @property
     def is_warm(self) -> bool:
+        """Whether the ranks come from a process that has imported torch already."""
         return isinstance(self._torchrun, WarmTorchrun)
 
     def start(self) -> None:
         self._torchrun = self._launch()
 
     def wait(self, timeout_s: float) -> int:
+        """Return the exit status. Raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
         assert self._torchrun, "start() comes first"
         return self._torchrun.wait(timeout_s)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the Python stacks of these ranks, or why there are none, by rank."""
         return process.collect_stacks(self._folder, ranks)
 
     def stop(self) -> list[int]:
+        """End every process of the run; return the ids of those that do not die."""
         pid = self._torchrun.pid if self._torchrun else None
         immortal = process.kill_run_processes(self._folder.path, pid)
         if self._torchrun and not immortal:
@@ -94,10 +76,10 @@ def watch_ranks(
     timeout_s: float = math.inf,
     on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
 ) -> int:
-    """Wait for torchrun's end or the time limit; return torchrun's exit status.
+    """Wait as ``LocalBackend.wait`` does, again and again; return the exit status.
 
     Args:
-        wait: returns the exit status, or raises subprocess.TimeoutExpired after this many seconds.
+        wait: waits for torchrun's end.
         has_failed: whether the run has failed; called after each wait.
         poll_period_s: the length of each wait.
         grace_s: how long after a failure torchrun may take to end; then EXIT_FAILED is returned.

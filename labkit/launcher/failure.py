@@ -1,7 +1,7 @@
 """Find the first failure of a run in what its ranks and torchrun left behind.
 
 One rank fails, and within milliseconds the others fail too, because it no longer answers. The
-learner needs the first:
+first failure is:
 
 1. the earliest exception that does not look like the consequence of another rank's end;
 2. a rank that ended without an exception: by a signal, or with an exit status of its own;
@@ -38,15 +38,17 @@ def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     """Return the failure to report, given torchrun's exit status (negative: a signal)."""
-    errors, exits = read_rank_errors(folder), _read_rank_exits(folder)
-    causes = [error for error in errors if not error["echo"]]
-    if causes:
+    errors = read_rank_errors(folder)
+    # Each host's torchrun reports its own ranks; the host that wrote first comes first.
+    paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
+    exits = [end for path in paths for end in read_json(path).get("failures", [])]
+    if causes := [error for error in errors if not error["echo"]]:
         return _exception_failure(folder, causes[0])
     raised = {error["rank"] for error in errors}
     silent = [end for end in exits if end["rank"] not in raised]
     # torchrun lists a rank that it ended by SIGTERM after the one that made it do so, so the first
     # entry of all was ended by someone else.
-    own = [end for end in silent if end["signal"] != "SIGTERM"]
+    own = [end for end in silent if end["exitcode"] != -signal.SIGTERM]
     if own := own or [end for end in silent if end is exits[0]]:
         return _exit_status_failure(folder, own[0]["rank"], own[0]["exitcode"])
     if torchrun_status < 0 or not errors:
@@ -59,21 +61,10 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     return _exception_failure(folder, errors[0], remark)
 
 
-def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
-    """Return the failure of a run that was stopped at its time limit, after its stacks arrived."""
-    return make_timeout(folder, timeout_s, process.read_stacks(folder, range(ranks)))
-
-
-def make_timeout(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
+def timeout_failure(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
     """Return the failure of a run that was stopped at its time limit, with its ranks' output."""
     outputs = {rank: read_tail(folder.log(rank), MAX_OUTPUT_LINES) for rank in stacks}
     return RunTimedOut(timeout_s, stacks, outputs)
-
-
-def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
-    # Each host's torchrun reports its own ranks; the host that wrote first comes first.
-    paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
-    return [end for path in paths for end in read_json(path).get("failures", [])]
 
 
 def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -88,7 +79,7 @@ def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "
 
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
-    """Return the failure of a rank, or of torchrun (-1), that ended without an exception."""
+    # Rank -1 is torchrun.
     if rank < 0:
         # Of several hosts' torchruns, the first with an exception has failed.
         logs = sorted(folder.path.glob("torchrun*.log"))

@@ -4,8 +4,7 @@ Importing torch is most of the cost of a launch, and this process has already do
 safe only with one thread and without CUDA, so it starts neither, and checks both before each fork.
 
 FD is a socket to the notebook's process (warm_start.py). When the other end closes, the server
-waits for current runs and leaves. When the notebook's process is gone, the server and all its runs
-leave at once.
+waits for current runs and leaves. When that process is gone, server and runs leave at once.
 """
 
 import contextlib
@@ -15,18 +14,18 @@ import importlib
 import json
 import os
 import select
-import selectors
 import socket
 import sys
 from typing import Any
 
 from labkit.environment import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
-from labkit.launcher import torchrun
-from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, READY, RESUME
+from labkit.launcher import torchrun, warm_start
+from labkit.launcher.warm_start import MAX_ANSWER_BYTES, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT
 from labkit.torch_private import SLOW_MODULES
 
+# What every run needs. What the programs of launch/ import is found in their text.
 MODULES_TO_PRELOAD = (
     "encodings.idna",
     "torch.distributed.run",
@@ -38,14 +37,16 @@ MODULES_TO_PRELOAD = (
     "labkit.rank",
     "labkit.launcher.rendezvous_handlers",
 )
-"""What every run needs. What the programs of launch/ import is found in their text."""
 WATCH_PERIOD_S = 0.5
+# Each torchrun's process id and socket for answers, by a descriptor that is readable at its end.
+Runs = dict[int, tuple[int, socket.socket]]
 
 
 def main() -> None:
     """Import everything, report readiness, and serve until the notebook closes the socket."""
     show_run_folder("")
     control = socket.socket(fileno=int(sys.argv[1]))
+    os.register_at_fork(after_in_child=control.close)
     path = list(sys.path)
     for name in (*MODULES_TO_PRELOAD, *list_program_modules()):
         pause_when_asked(control)
@@ -71,10 +72,10 @@ def list_program_modules() -> list[str]:
 
 def pause_when_asked(control: socket.socket) -> None:
     """Leave the machine to a cold run that is being measured, until it has ended."""
-    word = RESUME
-    while word == PAUSE or select.select([control], [], [], 0)[0]:
-        word = control.recv(1)
-        if not word:
+    message = RESUME
+    while message == PAUSE or select.select([control], [], [], 0)[0]:
+        message = control.recv(MAX_ANSWER_BYTES)
+        if not message:
             sys.exit()
 
 
@@ -90,67 +91,55 @@ def show_run_folder(folder: str) -> None:
 
 def serve_forks(control: socket.socket, notebook: int) -> None:
     """Fork for each request; answer with the process id, and later with the exit status."""
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    while os.getppid() == notebook and selector.get_map():
-        for key, _ in selector.select(WATCH_PERIOD_S):
-            if key.fileobj is not control:
-                _send_exit_status(selector, key)
+    runs: Runs = {}
+    requests = [control]
+    while os.getppid() == notebook and (requests or runs):
+        for ready in select.select([*requests, *runs], [], [], WATCH_PERIOD_S)[0]:
+            if ready is not control:
+                pid, answers = runs.pop(ready)
+                os.close(ready)
+                _send_number(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                answers.close()
                 continue
             # PAUSE and RESUME matter to the imports alone.
-            word, files, *_ = socket.recv_fds(control, 1, 2)
-            if word == FORK:
-                _fork_torchrun(selector, *files)
-            elif not word:
-                selector.unregister(control)
+            message, files, *_ = socket.recv_fds(control, warm_start.MAX_REQUEST_BYTES, 1)
+            if files:
+                _fork_torchrun(runs, json.loads(message), socket.socket(fileno=files[0]))
+            elif not message:
+                requests = []
 
 
-def _fork_torchrun(selector: selectors.BaseSelector, request_file: int, answer_file: int) -> None:
+def _fork_torchrun(runs: Runs, request: dict[str, Any], answers: socket.socket) -> None:
     """Fork torchrun and send its process id, or 0 if forking is no longer safe."""
-    answer = socket.socket(fileno=answer_file)
-    with open(request_file) as file:
-        request = json.load(file)
     if not torchrun.can_fork() or len(os.listdir("/proc/self/task")) > 1:
-        return _send_number(answer, 0)
+        return _send_number(answers, 0)
     show_run_folder(request["environment"][ENV_RUN_FOLDER])
     request["environment"][ENV_NOTEBOOK_PID] = str(os.getpid())
     pid = os.fork()
     if pid == 0:
-        _run_as_torchrun(selector, answer, request)
+        _run_as_torchrun(runs, request, answers)
     show_run_folder("")
-    _send_number(answer, pid)
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answer))
+    _send_number(answers, pid)
+    runs[os.pidfd_open(pid)] = pid, answers
 
 
-def _send_exit_status(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    pid, answer = key.data
-    selector.unregister(key.fileobj)
-    os.close(key.fd)
-    with answer:
-        _send_number(answer, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-def _send_number(answer: socket.socket, number: int) -> None:
+def _send_number(answers: socket.socket, number: int) -> None:
     # The process that asked may have been interrupted.
     with contextlib.suppress(OSError):
-        answer.sendall(INT_STRUCT.pack(number))
+        answers.sendall(str(number).encode())
 
 
-def _run_as_torchrun(
-    selector: selectors.BaseSelector, answer: socket.socket, request: dict[str, Any]
-) -> None:
+def _run_as_torchrun(runs: Runs, request: dict[str, Any], answers: socket.socket) -> None:
     words = [torchrun.__name__, *request["arguments"]]
     with torchrun.become_new_process(words, request["environment"]):
         # Other runs' sockets must close when their owners close them.
-        for key in list(selector.get_map().values()):
-            os.close(key.fd)
-            if key.data:
-                key.data[1].close()
-        selector.close()
+        for descriptor, (_, others_answers) in runs.items():
+            os.close(descriptor)
+            others_answers.close()
         # The process that asked may have been interrupted.
-        if answer.recv(1) != RESUME:
+        if answers.recv(MAX_ANSWER_BYTES) != RESUME:
             os._exit(1)
-        answer.close()
+        answers.close()
         with private_files.open_file(request["log"], "wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

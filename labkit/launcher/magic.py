@@ -12,6 +12,7 @@ the last line.
 """
 
 import ast
+import itertools
 import keyword
 import re
 import sys
@@ -60,11 +61,13 @@ class TorchrunMagics(Magics):
         tree = parse_cell(text)
         assert self.shell
         known = self.shell.user_ns
-        given = {CELL_NAME: text, **find_modules(tree, known), **lookup_names(options.use, known)}
+        given = {CELL_NAME: text, **find_used_values(tree, options.use, known)}
         arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
         outcome: RunResult | LabError
         try:
             outcome = result = run_with_payload(PROGRAM, given, **arguments)
+            show_output({rank.rank: rank.log() for rank in result.ranks})
+            show_values(result)
         except ParameterError as refused:
             raise replace_traceback(refused, str(refused)) from None
         except (RankFailed, RunTimedOut) as error:
@@ -77,9 +80,6 @@ class TorchrunMagics(Magics):
             if not options.fails:
                 raise replace_traceback(error, said + log) from None
             print(said, file=sys.stderr)
-        else:
-            show_output({rank.rank: rank.log() for rank in result.ranks})
-            show_values(result)
         if name:
             known[name] = outcome
 
@@ -90,28 +90,22 @@ def parse_cell(text: str) -> ast.Module:
         tree = ast.parse(text, CELL_NAME)
         # This finds errors that parsing does not, such as return outside a function.
         compile(tree, CELL_NAME, "exec")
-        return tree
     except SyntaxError as error:
         place = mark_line(text, error.lineno or 2)
         said = f"{place}\nSyntaxError: {error.msg}. Nothing was started."
         raise replace_traceback(ParameterError(), said) from None
+    return tree
 
 
-def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
-    """Return the notebook's modules that the code uses, by the notebook's names for them."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {
-        name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)
-    }
-
-
-def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the names after --use."""
+def find_used_values(tree: ast.AST, names: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notebook's values of the names after --use, and its modules that the code uses."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := ", ".join(name for name in wanted if name not in known):
         fix = "run the cell that makes it first"
         raise UsageError(f"--use {unknown}: the notebook has no such name; {fix}")
-    return {name: known[name] for name in wanted}
+    used = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+    modules = [name for name in used if isinstance(known.get(name), types.ModuleType)]
+    return {name: known[name] for name in (*modules, *wanted)}
 
 
 def show_output(logs: Mapping[int, str]) -> None:
@@ -123,12 +117,8 @@ def show_output(logs: Mapping[int, str]) -> None:
 
 def show_values(result: RunResult) -> None:
     """Print the values of the cell's last line."""
-    values = {
-        rank.rank: rank.artifact(VALUE_ARTIFACT)
-        for rank in result.ranks
-        if VALUE_ARTIFACT in rank.folder.artifact_names(rank.rank)
-    }
-    for who, value in group_by_text(values):
+    having = [r for r in result.ranks if VALUE_ARTIFACT in r.folder.artifact_names(r.rank)]
+    for who, value in group_by_text({r.rank: r.artifact(VALUE_ARTIFACT) for r in having}):
         print(f"{who}:{chr(10) if chr(10) in value else ' '}{value}")
 
 
@@ -143,32 +133,26 @@ def group_by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
 
 def rank_list_text(ranks: list[int]) -> str:
     """Return ranks as text: "rank 2", "ranks 0–3", "ranks 0, 2–3"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    words = [f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts]
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(words)}"
+    parts = []
+    # Ranks that follow each other differ from their places by the same number.
+    for _, places in itertools.groupby(enumerate(ranks), lambda place: place[1] - place[0]):
+        group = [str(rank) for _, rank in places]
+        parts.append("–".join(dict.fromkeys([group[0], group[-1]])))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(parts)}"
 
 
 def output_before_failure(failure: RankFailed) -> dict[int, str]:
-    """Return the output of a failed run's ranks, without the failing one's traceback at the end."""
+    """Return the output of a failed run's ranks, without the tracebacks of what ended them."""
     folder = RunFolder(failure.log.parent)
     outputs = {}
     for path in sorted(folder.path.glob("rank_*.log")):
         rank, log = int(path.stem.removeprefix("rank_")), path.read_text(errors="replace")
-        outputs[rank] = strip_traceback(log, folder.error(rank))
+        # An exception that has a cause prints several tracebacks, and they come last.
+        chain = read_json(folder.error(rank)).get("traceback", "").count(TRACEBACK_HEADER)
+        parts = log.split(TRACEBACK_HEADER)
+        before = TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
+        outputs[rank] = re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", before)
     return outputs
-
-
-def strip_traceback(log: str, error: Path) -> str:
-    """Remove the tracebacks of the error that ended a rank from its output."""
-    chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
-    parts = log.split(TRACEBACK_HEADER)
-    before = TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
-    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", before)
 
 
 def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
@@ -185,27 +169,24 @@ def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> st
 
 def timeout_text(late: RunTimedOut, text: str) -> str:
     """Return the line of the cell in which every rank was at the time limit."""
-    lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
-    said = {}
+    first = f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"
+    places = {}
     for rank, stack in sorted(late.stacks.items()):
-        number = main_thread_line(stack)
-        said[rank] = mark_line(text, int(number)) if number else f"not in the cell: {stack.strip()}"
-    return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in group_by_text(said))])
-
-
-def main_thread_line(stack: str) -> str | None:
-    """Return the innermost line of the cell in the oldest thread that runs it."""
-    threads = [CELL_FRAME_PATTERN.findall(thread) for thread in stack.split("\n\n")]
-    return next((lines[0] for lines in reversed(threads) if lines), None)
+        places[rank] = f"not in the cell: {stack.strip()}"
+        for thread in stack.split("\n\n"):
+            # The innermost line comes first in a thread, and the main thread last of all.
+            if numbers := CELL_FRAME_PATTERN.findall(thread):
+                places[rank] = mark_line(text, int(numbers[0]))
+    return "\n".join([first, *(f"{who}:\n{place}" for who, place in group_by_text(places))])
 
 
 def mark_line(text: str, number: int) -> str:
     """Return some lines of a cell with their numbers, and an arrow at one."""
-    lines = text.rstrip().split("\n")
-    first, last = max(2, number - CONTEXT_LINES), min(len(lines), number + CONTEXT_LINES)
-    marks = {number: "-->"}
-    near = range(first, last + 1)
-    return "\n".join(f"{marks.get(each, ''):3} {each:3} | {lines[each - 1]}" for each in near)
+    lines = []
+    for each, line in enumerate(text.rstrip().split("\n"), 1):
+        lines.append(f"{'-->' if each == number else '':3} {each:3} | {line}")
+    # The first line is the magic's.
+    return "\n".join(lines[max(1, number - CONTEXT_LINES - 1) : number + CONTEXT_LINES])
 
 
 def replace_traceback(error: LabError, text: str) -> LabError:

@@ -14,10 +14,9 @@ import struct
 import sys
 from pathlib import Path
 
-from labkit.environment import ENV_NETWORK
+from labkit.environment import ENV_NETWORK, read_choice
 from labkit.errors import LabError, ParameterError
 
-OWN_NETWORK = "own"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 INTERFACE_FLAGS = struct.Struct("16sh22x")
@@ -25,22 +24,15 @@ INTERFACE_FLAGS = struct.Struct("16sh22x")
 
 def is_namespace_requested() -> bool:
     """Tell whether runs should have networks of their own; raise ParameterError if none can."""
-    said = os.environ.get(ENV_NETWORK, "")
-    if said not in ("", OWN_NETWORK):
-        rule = f"is not {OWN_NETWORK!r} (a network of its own for each run)"
-        raise ParameterError(f"{ENV_NETWORK}={said!r} {rule}; unset it")
-    if said and sys.platform != "linux":
-        rule = f"needs Linux, and this is {sys.platform}"
-        raise ParameterError(f"{ENV_NETWORK}={OWN_NETWORK} {rule}; unset it")
-    return bool(said)
+    is_requested = bool(read_choice(ENV_NETWORK, "own (a network of its own for each run)"))
+    if is_requested and sys.platform != "linux":
+        rule = f"needs Linux, and this is {sys.platform}: unset it"
+        raise ParameterError(f"{ENV_NETWORK}=own {rule}")
+    return is_requested
 
 
 def enter_namespace() -> None:
-    """Give this process, which must have one thread, a network with a loopback only.
-
-    Raises:
-        LabError: the system does not allow it.
-    """
+    """Give this process, of one thread, a network with only a loopback; LabError if refused."""
     try:
         if not _call_unshare(CLONE_NEWNET):
             _enter_as_unprivileged_user()
@@ -48,10 +40,8 @@ def enter_namespace() -> None:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, INTERFACE_FLAGS.pack(b"lo", IFF_UP))
     except OSError as error:
         fix = "have user namespaces allowed (man 7 user_namespaces), or unset it"
-        raise LabError(
-            f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own"
-            f" ({error.strerror}): {fix}"
-        ) from error
+        what = f"this system gives no network of its own ({error.strerror})"
+        raise LabError(f"{ENV_NETWORK}=own: {what}: {fix}") from error
 
 
 def _enter_as_unprivileged_user() -> None:

@@ -23,11 +23,7 @@ class PayloadError(ParameterError):
 
 
 def pack_payload(given: Mapping[str, Any]) -> bytes:
-    """Pack values and functions for ``payload.unpack_payload``.
-
-    Raises:
-        PayloadError: one of them uses something that cannot be pickled.
-    """
+    """Pack values and functions for ``payload.unpack_payload``, or raise PayloadError."""
     file = io.BytesIO()
     here = os.getcwd()
     pickle.dump({"path": [path or here for path in sys.path], "sources": _cell_sources()}, file)
@@ -46,18 +42,15 @@ def pack_payload(given: Mapping[str, Any]) -> bytes:
         except Exception as error:
             text = shorten(f"{type(error).__name__}: {error}", 300)
             bad = " and ".join(name for name, value in given.items() if not _is_picklable(value))
-            raise PayloadError(
-                f"{bad} cannot be sent to the ranks with what is used there: {text}"
-            ) from error
+            what = f"{bad} cannot be sent to the ranks with what is used there"
+            raise PayloadError(f"{what}: {text}") from error
     return file.getvalue()
 
 
 def _is_picklable(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
+    with contextlib.suppress(Exception):
+        return bool(cloudpickle.dumps(value))
+    return False
 
 
 def _cell_sources() -> dict[str, list[str]]:
@@ -68,10 +61,9 @@ def _cell_sources() -> dict[str, list[str]]:
 
 def function_source(function: Callable[..., Any]) -> str:
     """Return the source of a function for the run's folder, if it can be found."""
-    try:
+    with contextlib.suppress(OSError, TypeError):
         return inspect.getsource(function)
-    except (OSError, TypeError):
-        return repr(function)
+    return repr(function)
 
 
 def validate_replacements(
@@ -84,21 +76,18 @@ def validate_replacements(
     for name, function in given.items():
         if name not in wanted:
             can = ", ".join(f"{each}{signature}" for each, signature in wanted.items())
-            raise ParameterError(
-                f"use= gives {name!r}, and {program} lets replace {can or 'no function'}"
-            )
+            rule = f"{program} lets replace {can or 'no function'}"
+            raise ParameterError(f"use= gives {name!r}, and {rule}")
         if not callable(function):
             rule = "which is no function: give it by its name"
             raise ParameterError(f"use= gives {name} = {function!r}, {rule}")
         if not _accepts_signature(function, wanted[name]):
-            raise ParameterError(
-                f"use= gives {name}{inspect.signature(function)}, and {program} calls"
-                f" {name}{wanted[name]}: take the same arguments"
-            )
+            gives = f"use= gives {name}{inspect.signature(function)}"
+            rule = f"{program} calls {name}{wanted[name]}: take the same arguments"
+            raise ParameterError(f"{gives}, and {rule}")
 
 
 def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
-    """Tell whether a function can be called with the arguments of a signature."""
     kinds = {name: each.kind for name, each in wanted.parameters.items()}
     by_name = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     by_place = [name for name in kinds if name not in by_name]
@@ -107,8 +96,6 @@ def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) 
     except (TypeError, ValueError):
         # Native code, for example, has no source to look at.
         return True
-    try:
-        takes.bind(*by_place, **dict.fromkeys(by_name))
-    except TypeError:
-        return False
-    return True
+    with contextlib.suppress(TypeError):
+        return bool(takes.bind(*by_place, **dict.fromkeys(by_name)))
+    return False

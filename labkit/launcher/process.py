@@ -1,9 +1,9 @@
 """Start, find and kill the processes of a run.
 
-A process belongs to a run if its environment names the run's folder (torchrun and the ranks pass
-that on to their children), or if it descends from the run's torchrun, which adopts orphans on
-Linux. The first rule finds survivors of torchrun, the second programs that changed their
-environment. Only an orphan with an empty environment escapes after kill -9 of torchrun.
+A process belongs to a run if its environment, which children inherit, names the run's folder, or if
+it descends from the run's torchrun, which adopts orphans on Linux. The first rule finds survivors
+of torchrun, the second programs that changed their environment. Only an orphan with an empty
+environment escapes after kill -9 of torchrun.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
 ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 WORKER_ARGUMENTS = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
+# The module that torchrun loads for its rendezvous.
 ONE_HOST = "labkit.launcher.rendezvous_handlers"
-"""The module that torchrun loads for its rendezvous."""
+# Environment variables whose names begin so are options of torchrun.
 TORCHRUN_ENV_PREFIX = "PET_"
-"""How the names of environment variables begin that are options of torchrun."""
 OUTER_VARIABLES = {
     "MPLBACKEND",  # the notebook's plotting backend, which needs a kernel
     # The others belong to an enclosing run.
@@ -41,14 +41,8 @@ OUTER_VARIABLES = {
     environment.ENV_CLOCK_AHEAD_S,
 }
 STARTUP_FRAMES = (
-    "<frozen runpy>",
-    *(
-        str(Path(__file__).with_name(f"{each}.py"))
-        for each in ("worker", "torchrun", "fork_server")
-    ),
-    "torch/distributed/elastic/",
-    "torch/distributed/launcher/",
-    "torch/distributed/run.py",
+    *("<frozen runpy>", f"{Path(__file__).parent}{os.sep}"),
+    *("torch/distributed/elastic/", "torch/distributed/launcher/", "torch/distributed/run.py"),
 )
 
 TorchrunProcess = subprocess.Popen[bytes] | warm_start.WarmTorchrun
@@ -95,11 +89,10 @@ def spawn_torchrun(
 
 def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1) -> dict[str, str]:
     """Return the environment of one host's torchrun and ranks: this process's, and the run's."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in OUTER_VARIABLES and not name.startswith(TORCHRUN_ENV_PREFIX)
-    }
+    inherited = dict(os.environ)
+    for name in os.environ:
+        if name in OUTER_VARIABLES or name.startswith(TORCHRUN_ENV_PREFIX):
+            del inherited[name]
     return inherited | {
         ENV_RUN_FOLDER: str(folder.path),
         environment.ENV_NOTEBOOK_PID: str(os.getpid()),
@@ -116,7 +109,6 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
 
 
 def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Choose a private folder for torch.compile's cache, unless the user chose one."""
     # The default lies in /tmp, where another user may have created it before.
     default = os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)
     if not (inherited.get(ENV_COMPILE_CACHE) or default).startswith(default):
@@ -165,11 +157,7 @@ def _has_run_environment(process: psutil.Process, folder: Path, node: str | None
 def kill_run_processes(
     folder: Path, torchrun_pid: int | None = None, node: str | None = None
 ) -> list[int]:
-    """Kill all processes of a run (of one host, given ``node``) and wait until they have ended.
-
-    Returns:
-        Ids of processes that survive for five seconds, because they wait for a device.
-    """
+    """Kill a run's processes; return those that after 5 s still wait for a device, and so live."""
     give_up, killed = time.monotonic() + STOP_LIMIT_S, set[psutil.Process]()
     while alive := {*find_run_processes(folder, torchrun_pid, node), *filter(_is_alive, killed)}:
         if time.monotonic() > give_up:
@@ -198,7 +186,7 @@ def read_stack(folder: RunFolder, rank: int) -> str:
 
 
 def read_stacks(folder: RunFolder, ranks: Iterable[int]) -> dict[int, str]:
-    """Return the stacks that were requested of these ranks."""
+    """Return the stacks that these ranks dumped, for each rank."""
     return {rank: read_stack(folder, rank) or "(no answer)" for rank in ranks}
 
 
@@ -238,7 +226,7 @@ def read_if_exists(path: Path) -> str:
 
 
 def _wait_for_text(files: Sequence[Path]) -> None:
-    """Wait until all files have content and have stopped growing."""
+    # A stack is complete when all files have stopped growing.
     give_up = time.monotonic() + STACK_LIMIT_S
     sizes: list[int] = []
     while time.monotonic() < give_up:

@@ -1,9 +1,8 @@
 """Show the progress of a run: ranks started, step k of n, elapsed time, and what the ranks print.
 
-In a notebook this is one block that is redrawn in place and emptied at the end, so that times,
-which differ from run to run, do not stay in the saved notebook; the output stays in
-``result.ranks[i].log()``. It is HTML and not a widget, because the state of a widget would stay.
-Elsewhere it is text on stderr. LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
+In a notebook this is one block, redrawn in place and emptied at the end: times, which differ from
+run to run, must not stay in the saved notebook. It is HTML, since the state of a widget would stay.
+Elsewhere it is text on stderr. The ranks' output stays in ``result.ranks[i].log()``.
 """
 
 import contextlib
@@ -13,14 +12,14 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from labkit.environment import ENV_PROGRESS
+from labkit.environment import ENV_PROGRESS, read_choice
 from labkit.errors import ParameterError
 from labkit.runs import records
 from labkit.runs.folder import RunFolder
@@ -38,24 +37,20 @@ class TailReader:
     def __init__(self, path: Path):
         self.path, self._position, self._rest = path, 0, b""
 
-    def read_lines(self) -> list[str]:
-        """Return the lines that were completed since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except OSError:
-            # The file does not exist yet, or was deleted.
-            return []
+    def read_lines(self, *, has_ended: bool = False) -> list[str]:
+        """Return the lines completed since the last call, and of a file that has ended the rest."""
+        new = b""
+        # The file does not exist yet, or was deleted.
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._position)
+            new = file.read()
         self._position += len(new)
         # Bytes, because a read may end inside a character.
         *lines, self._rest = (self._rest + new).split(b"\n")
+        if has_ended and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
         return [line.decode(errors="replace") for line in lines]
-
-    def read_remainder(self) -> list[str]:
-        """Return what follows the last complete line, once the file no longer grows."""
-        unfinished, self._rest = self._rest, b""
-        return [unfinished.decode(errors="replace")] if unfinished else []
 
 
 @dataclass
@@ -118,9 +113,8 @@ class TextDisplay(Display):
         self._print_lines(f"{state}: {outcome}", wait_for_reader=True)
 
     def _print_lines(self, *lines: str, wait_for_reader: bool = False) -> None:
-        """Print the waiting lines and these, as far as the pipe takes them, or all of them."""
         # A slow reader of a pipe must not delay the run or its time limit, and one that has gone
-        # must not end it.
+        # must not end it. So lines may wait here for the pipe to take them.
         self._pending.extend(lines)
         try:
             while self._pending and (wait_for_reader or _can_write_line(sys.stderr)):
@@ -137,15 +131,10 @@ class TextDisplay(Display):
 
 
 def _can_write_line(file: Any) -> bool:
-    """Tell whether a line can be written now, without waiting for the reader of a pipe."""
-    try:
-        number = file.fileno()
-    except (AttributeError, OSError, ValueError):
-        # The stream does not belong to a terminal.
-        return True
-    poll = select.poll()
-    poll.register(number, select.POLLOUT)
-    return bool(poll.poll(0))
+    # A stream without a file descriptor takes everything at once.
+    with contextlib.suppress(TypeError, OSError, ValueError):
+        return bool(select.select([], [file], [], 0)[1])
+    return True
 
 
 def redirect_to_devnull(file: Any) -> None:
@@ -193,7 +182,7 @@ class RunMonitor:
         self._records = TailReader(records.record_path(folder.path, ranks[0]))
         self._display = display
 
-    def update(self) -> None:
+    def update(self, *, has_ended: bool = False) -> None:
         """Read what is new, and show it."""
         for record in self._records.read_lines():
             # A broken record is reported with its file when the run is loaded.
@@ -201,20 +190,17 @@ class RunMonitor:
                 self._count_steps(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
             self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in self._ranks)
-        self._display.show(self.state, self._new_output_lines(TailReader.read_lines))
+        output = []
+        for rank, log in zip(self._ranks, self._logs, strict=True):
+            prefix = f"[rank {rank}] " if rank != self._ranks[0] else ""
+            lines = log.read_lines(has_ended=has_ended)
+            output += [prefix + _clip_line(line, log.path) for line in lines]
+        self._display.show(self.state, output)
 
     def close(self, outcome: str) -> None:
         """Show the rest, then the end."""
-        self.update()
-        self._display.show(self.state, self._new_output_lines(TailReader.read_remainder))
+        self.update(has_ended=True)
         self._display.close(self.state, outcome)
-
-    def _new_output_lines(self, read: Callable[[TailReader], list[str]]) -> list[str]:
-        shown = []
-        for rank, log in zip(self._ranks, self._logs, strict=True):
-            prefix = f"[rank {rank}] " if rank != self._ranks[0] else ""
-            shown += [prefix + _clip_line(line, log.path) for line in read(log)]
-        return shown
 
     def _count_steps(self, record: Any) -> None:
         state = self.state
@@ -244,22 +230,15 @@ def use_display(display: Display) -> Iterator[None]:
 
 
 def choose_display() -> Display:
-    """Return the display of ``use_display``, otherwise that of LABKIT_PROGRESS or this process.
-
-    Raises:
-        ParameterError: LABKIT_PROGRESS has an unknown value.
-    """
+    """Return the display of ``use_display``, of LABKIT_PROGRESS, or for this kind of process."""
     if given := _display_override.get():
         return given
-    wanted = os.environ.get(ENV_PROGRESS) or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
-    if wanted not in displays:
-        rule = f"is none of {', '.join(displays)}; unset it to have labkit choose"
-        raise ParameterError(f"{ENV_PROGRESS}={wanted!r} {rule}")
-    if wanted == "notebook" and not in_kernel():
+    choice = read_choice(ENV_PROGRESS, *displays)
+    if choice == "notebook" and not in_kernel():
         rule = "draws in a Jupyter kernel, and this is none: set it to text or off"
-        raise ParameterError(f"{ENV_PROGRESS}={wanted!r} {rule}")
-    return displays[wanted]()
+        raise ParameterError(f"{ENV_PROGRESS}={choice!r} {rule}")
+    return displays[choice or ("notebook" if in_kernel() else "text")]()
 
 
 def in_kernel() -> bool:

@@ -1,18 +1,15 @@
 """An immediate rendezvous for a torchrun that is alone.
 
 torch's own rendezvous is made for hosts that come and go, which poll a store until enough have
-come; on one host that was four fifths of a short run. torch accepts other handlers under names of
-their own, and ``torchrun.py`` registers the module that ``--rdzv-backend`` names: this one, or that
-of labkit_cluster for several hosts.
+come; on one host that was four fifths of a short run. ``torchrun.py`` registers the module that
+``--rdzv-backend`` names: this one, or that of labkit_cluster for several hosts.
 
-The store that is made here serves the ranks' process group. It listens at one address and at a port
-that the system gave to no other run; torch's own listens on every interface. It does not
-authenticate.
+The store serves the ranks' process group. It listens at one address, and at a port that the system
+gave to no other run; torch's own listens on every interface. It does not authenticate.
 """
 
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -40,10 +37,16 @@ class SingleHostHandler(StaticTCPRendezvous):
         os.register_at_fork(after_in_child=self._listening.close)
         # A store has a thread, and a fork made while that thread holds a lock waits for it forever.
         # So the store starts after the last fork; until then the system queues those that connect.
-        _call_after_ranks_start(self._start_store)
+        start = torch_private.get("SubprocessContext._start")
+
+        def start_ranks_then_store(context: Any) -> None:
+            start(context)
+            self._store = make_tcp_store(STORE_ADDRESS, self.port, self._listening.detach())
+
+        torch_private.replace("SubprocessContext._start", start_ranks_then_store)
         if network_namespace.is_namespace_requested():
-            # c10d warns once per process that no name can be resolved there; ranks are forks of
-            # this process, so a store that is made here spares them the warning
+            # c10d warns once per process that no name can be resolved there. Ranks are forks of
+            # this process, so a store that is made here spares them the warning.
             make_tcp_store(STORE_ADDRESS, 0, socket.create_server((STORE_ADDRESS, 0)).detach())
 
     def get_backend(self) -> str:
@@ -53,9 +56,6 @@ class SingleHostHandler(StaticTCPRendezvous):
         address = RendezvousStoreInfo(STORE_ADDRESS, self.port)
         return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=address)  # type: ignore[attr-defined]
 
-    def _start_store(self) -> None:
-        self._store = make_tcp_store(STORE_ADDRESS, self.port, self._listening.detach())
-
 
 def create_handler(parameters: RendezvousParameters) -> SingleHostHandler:
     """Create the handler for torchrun."""
@@ -64,20 +64,6 @@ def create_handler(parameters: RendezvousParameters) -> SingleHostHandler:
 
 def make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
     """Return the store at this address; it is this process's if that holds the listening socket."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        port,
-        is_master=listening is not None,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
-def _call_after_ranks_start(serve: Callable[[], None]) -> None:
-    start = torch_private.get("SubprocessContext._start")
-
-    def start_then_call(context: Any) -> None:
-        start(context)
-        serve()
-
-    torch_private.replace("SubprocessContext._start", start_then_call)
+    options = {"is_master": listening is not None, "master_listen_fd": listening}
+    options["wait_for_workers"] = False
+    return dist.TCPStore(address, port, **options)  # type: ignore[attr-defined]

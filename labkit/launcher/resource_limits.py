@@ -1,8 +1,7 @@
 """Recognise an exhausted resource by the text of an error, and say what to do.
 
-A system's limits show up in the notebook's process, in torchrun and in ranks, and always as
-somebody else's error: a store that finds no event loop, a thread that does not start. They share a
-few phrases.
+A system's limits appear in all processes of a run, as errors of others: a store that finds no event
+loop, a thread that does not start. Their texts share a few phrases.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from labkit import config, program_source, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
-from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
+from labkit.launcher.backend import LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
@@ -88,14 +88,12 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
     """Run a program's check, by default parity: does it compute what one device computes?
 
     A difference is a result: ``result.ok`` is False, and ``result.verdict_text`` says what differs.
+    Errors are those of ``run``, and a LabError where the program ends without a verdict.
 
     Args:
         program: as for ``run``.
         check: value of the program's parameter ``check``.
         **arguments: the other arguments of ``run``.
-
-    Raises:
-        LabError: the program ended without a verdict. Otherwise as ``run``.
     """
     result = run(program, check=check, **arguments)
     if not result.verdict:
@@ -119,25 +117,18 @@ def sweep(
         program: as for ``run``.
         over: values by argument of ``run`` (``nproc`` or a parameter); the last varies fastest.
         **fixed: the other arguments of ``run``.
-
-    Raises:
-        ParameterError: an argument of any of the runs is wrong; nothing was started.
     """
-    chosen = argument_combinations(over, fixed)
+    chosen = [fixed | each for each in argument_combinations(over, fixed)]
     # All of them before the first run: a bad value must not cost an hour.
-    for one in chosen:
-        make_run_request(program, **(fixed | one))
-    return [run(program, **(fixed | one)) for one in chosen]
+    for arguments in chosen:
+        make_run_request(program, **arguments)
+    return [run(program, **arguments) for arguments in chosen]
 
 
 def argument_combinations(
     over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return every combination of the values of some arguments; the last argument varies fastest.
-
-    Raises:
-        ParameterError: an argument is fixed as well, or its values are no list.
-    """
+    """Return every combination of these arguments' values; the last argument varies fastest."""
     if twice := ", ".join(sorted(set(over) & set(fixed))):
         raise ParameterError(f"{twice}: given both in over= and as a fixed value; leave one out")
     for name, each in over.items():
@@ -166,29 +157,24 @@ class RunRequest:
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on each host."""
         return self.nproc // max(1, len(self.hosts))
 
     # A simulation overrides these: it starts only some ranks, by a program of its own.
 
     @property
     def title(self) -> str:
-        """Name of the run in the progress display."""
         return self.program
 
     @property
     def active_ranks(self) -> list[int]:
-        """The ranks that are started."""
         return list(range(self.nproc))
 
     @property
     def worker_command(self) -> tuple[str, list[str]]:
-        """The program that the worker executes, and its arguments."""
         return self.target, []
 
     @property
     def extra_environment(self) -> dict[str, str]:
-        """Environment variables that only this kind of run sets."""
         return {}
 
 
@@ -204,12 +190,9 @@ def make_run_request(
     **params: Any,
 ) -> RunRequest:
     """Validate the arguments of ``run`` without starting anything."""
-    nproc = require_positive(
-        "nproc", nproc, int, "not a number of ranks: give an int of at least 1"
-    )
+    nproc = require_positive("nproc", nproc, int, "number of ranks")
     cores = len(requirements.usable_cores())
-    most = RANKS_PER_CORE * cores
-    if nproc > most:
+    if nproc > (most := RANKS_PER_CORE * cores):
         limit = f"{RANKS_PER_CORE} for each of {cores} cores = {most} is the limit"
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
     if not isinstance(device, str) or device not in DEVICES:
@@ -218,9 +201,8 @@ def make_run_request(
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     places = load_cluster().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
-        raise ParameterError(
-            f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it"
-        )
+        rule = "keeps ranks to this machine, so none can run on hosts: unset it"
+        raise ParameterError(f"{ENV_NETWORK}=own {rule}")
     nproc *= max(1, len(places))
     fields = validate_program(program, params, nproc, timeout_s, warm, use)
     return RunRequest(device=device, hosts=places, **fields)
@@ -230,9 +212,7 @@ def validate_program(
     program: str | Path, params: Mapping[str, Any], nproc: int, timeout_s: Any, warm: Any, use: Any
 ) -> dict[str, Any]:
     """Validate what runs and simulations have in common; return those fields of the request."""
-    timeout_s = require_positive(
-        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
-    )
+    timeout_s = require_positive("timeout_s", timeout_s, float, "time limit in seconds")
     path, target = find_program(program)
     if use is not None:
         replaceable = program_source.read_replaceable(path)
@@ -251,15 +231,14 @@ def validate_program(
     }
 
 
-def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
-    """Convert a value to the wanted type of number; raise ParameterError unless it is above 0."""
-    try:
+def require_positive(name: str, value: Any, wanted: type, what: str) -> Any:
+    """Convert a value to an int or a float; raise ParameterError unless it is above 0."""
+    with contextlib.suppress(ValueError):
         number = config.convert(value, wanted)
-    except ValueError:
-        number = 0
-    if not number > 0:
-        raise ParameterError(f"{name} = {value!r} is {rule}")
-    return number
+        if number > 0:
+            return number
+    fix = "give an int of at least 1" if wanted is int else "give a positive number"
+    raise ParameterError(f"{name} = {value!r} is not a {what}: {fix}")
 
 
 def execute_request(request: RunRequest, given: bytes) -> RunResult:
@@ -271,13 +250,11 @@ def execute_request(request: RunRequest, given: bytes) -> RunResult:
         wait = f"waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)"
         display.show_wait_reason(f"{request.program}: {wait}")
 
+    # With hosts, other machines do the work.
+    local_ranks = 0 if request.hosts else len(request.active_ranks)
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(request)
-        need = ResourceNeeds.for_run(len(request.active_ranks), request.device)
-        if request.hosts:
-            # Other machines do the work.
-            need = ResourceNeeds(cores=0, memory_bytes=0, uses_gpus=False)
-        with wait_for_turn(need, show_queue_position):
+        with wait_for_turn(ResourceNeeds.for_run(local_ranks, request.device), show_queue_position):
             return _execute_now(request, given, display)
 
 
@@ -289,9 +266,8 @@ def _refuse_unusable_machine(request: RunRequest) -> None:
         what = "the current folder was deleted, and PyTorch cannot be loaded from there"
         raise LabError(f"{what}: go to another (cd, os.chdir), or restart the kernel") from None
     if not request.hosts and (problem := requirements.loopback_problem()):
-        raise LabError(
-            f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}"
-        )
+        why = "and ranks of one machine talk over it"
+        raise LabError(f"{problem}, {why}: {requirements.LOOPBACK_FIX}")
 
 
 def _execute_now(request: RunRequest, given: bytes, display: Display) -> RunResult:
@@ -321,6 +297,7 @@ def _execute_now(request: RunRequest, given: bytes, display: Display) -> RunResu
 
 def initial_run_info(request: RunRequest) -> dict[str, Any]:
     """Return the contents of run.json before the start."""
+    # A checkout can be used without installing it.
     versions = [found.version for found in metadata.distributions(name="labkit")]
     return {
         "version": FORMAT_VERSION,
@@ -348,29 +325,26 @@ def find_program(program: str | Path) -> tuple[Path, str]:
         return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
-        raise ParameterError(
-            f"no program is called {str(program)!r}. Give the path of a .py file or one of:"
-            f" {', '.join(found)}"
-        )
+        fix = f"Give the path of a .py file or one of: {', '.join(found)}"
+        raise ParameterError(f"no program is called {str(program)!r}. {fix}")
     return found[str(program)], f"launch.{program}"
 
 
 def resolve_params(
     path: Path, params: Mapping[str, Any], nproc: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all parameters of the program by name, and the subset that the caller gave."""
+    """Return all parameters of the program by name, and those that the caller gave."""
     config_class = config.read_config(path)
     names = ", ".join(params)
+    if params and config_class is None:
+        what = f"{path.stem} has no class Config, so it takes no parameters"
+        raise ParameterError(f"{what}: omit {names}")
     if config_class is None:
-        if params:
-            what = f"{path.stem} has no class Config, so it takes no parameters"
-            raise ParameterError(f"{what}: omit {names}")
         return {}, {}
     if params and not config_class.is_loaded:
         what = f"{path.stem} never reads its Config, so {names} would change nothing"
-        raise ParameterError(
-            f"{what}: call rank.run_main(main, Config), or rank.load_config(Config)"
-        )
+        fix = "call rank.run_main(main, Config), or rank.load_config(Config)"
+        raise ParameterError(f"{what}: {fix}")
     try:
         every = config.config_params(config.build_config(config_class, params, nproc))
     except ParameterError as error:
@@ -422,12 +396,12 @@ def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> No
 
 
 def _folder_lost_error(folder: RunFolder) -> LabError:
-    if not folder.path.is_dir():
-        what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
-        fix = "delete a run's folder only after its end, and not from its program"
-        return LabError(f"{what}: {fix}")
-    problem = folders.disk_problem(folder.path)
-    return LabError(problem or f"cannot write to {folder.path}: make it writable again")
+    if folder.path.is_dir():
+        problem = folders.disk_problem(folder.path)
+        return LabError(problem or f"cannot write to {folder.path}: make it writable again")
+    what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
+    fix = "delete a run's folder only after its end, and not from its program"
+    return LabError(f"{what}: {fix}")
 
 
 def _run_ranks(
@@ -450,15 +424,14 @@ def _run_ranks(
 
     def raise_timeout() -> NoReturn:
         stacks = backend.stacks(request.active_ranks)
-        raise failure.make_timeout(folder, request.timeout_s, stacks)
+        raise failure.timeout_failure(folder, request.timeout_s, stacks)
 
     try:
         backend.start()
         # git is asked while the ranks start, so that it costs no time.
         info |= {"warm": backend.is_warm, "git_revision": git_revision()}
-        status = watch_ranks(
-            backend.wait, has_failed, timeout_s=request.timeout_s, on_timeout=raise_timeout
-        )
+        limit = {"timeout_s": request.timeout_s, "on_timeout": raise_timeout}
+        status = watch_ranks(backend.wait, has_failed, **limit)
     finally:
         _run_uninterrupted(lambda: immortal.extend(backend.stop()))
         folder.remove_torchrun_files()
@@ -473,15 +446,14 @@ def _run_ranks(
 
 def _make_backend(
     request: RunRequest, folder: RunFolder, fork_server: ForkServer | None
-) -> Backend:
+) -> LocalBackend:
     if request.hosts:
         wanted = {name: getattr(request, name) for name in ("target", "params", "device")}
         wanted["nproc"] = request.local_world_size
-        return cast(Backend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
+        return cast(LocalBackend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
     nproc = len(request.active_ranks)
     environment = process.rank_environment(folder, nproc, request.device)
-    environment |= request.extra_environment
-    how = *request.worker_command, nproc, environment, fork_server
+    how = *request.worker_command, nproc, environment | request.extra_environment, fork_server
     return LocalBackend(folder, functools.partial(process.start_torchrun, folder, *how))
 
 
@@ -510,8 +482,8 @@ def git_revision() -> str | None:
     if not folders.IN_CHECKOUT:
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return told.stdout.strip()
+    # There may be no git, or only a copy of the files.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        quiet = subprocess.DEVNULL
+        return subprocess.check_output(command, stderr=quiet, text=True, timeout=5).strip()
+    return None

@@ -19,14 +19,14 @@ from typing import IO
 import psutil
 
 from labkit import requirements
-from labkit.environment import ENV_QUEUE, ENV_RUN_FOLDER
-from labkit.errors import LabError, ParameterError
+from labkit.environment import ENV_QUEUE, ENV_RUN_FOLDER, read_choice
+from labkit.errors import LabError
 from labkit.runs import private_files
 
 TICKET_PATTERN = "[0-9]*-[0-9]*-[01]-[0-9]*-[rw]*ing"
 POLL_PERIOD_S = 0.05
+# What a rank of the labs takes, or a little more: torch, and a small model.
 RANK_BYTES = 400 * 2**20
-"""What a rank of the labs takes, or a little more: torch, and a small model."""
 
 _locks: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 # A fork of this process would keep the tickets locked after its end.
@@ -35,7 +35,7 @@ os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _locks])
 
 @dataclass(frozen=True)
 class ResourceNeeds:
-    """The resources that a run needs; GPUs it has to itself."""
+    """The resources that a run needs. A run on GPUs shares them with no other run."""
 
     cores: int
     memory_bytes: int
@@ -43,8 +43,8 @@ class ResourceNeeds:
 
     @classmethod
     def for_run(cls, nproc: int, device: str) -> "ResourceNeeds":
-        """Return the needs of a run on this many ranks, at most all cores."""
-        gpus = device != "cpu" and Path("/dev/nvidiactl").exists()
+        """Return the needs of this many ranks of this machine, at most all cores."""
+        gpus = nproc > 0 and device != "cpu" and Path("/dev/nvidiactl").exists()
         return cls(min(nproc, len(requirements.usable_cores())), nproc * RANK_BYTES, gpus)
 
 
@@ -55,18 +55,10 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
     Args:
         need: what the run needs.
         tell: called again and again during the wait, with the number of runs ahead.
-
-    Raises:
-        ParameterError: LABKIT_QUEUE is neither 0 nor 1.
-        LabError: there is no place for the tickets.
     """
-    switch = os.environ.get(ENV_QUEUE, "1")
-    if switch not in ("0", "1"):
-        raise ParameterError(
-            f"{ENV_QUEUE}={switch!r} is neither 0 (do not wait for other runs) nor 1; unset it"
-        )
+    choice = read_choice(ENV_QUEUE, "0 (do not wait for other runs)", "1 (wait)")
     # A run within a run does not wait: the outer one has reserved the resources.
-    if switch == "0" or ENV_RUN_FOLDER in os.environ:
+    if choice == "0" or ENV_RUN_FOLDER in os.environ:
         yield
         return
     ticket = _create_ticket(need)
@@ -101,8 +93,9 @@ class Ticket:
                 return 1
             others = [path for path in live_tickets(folder) if path != self.path]
             running = [path for path in others if path.name.endswith("running")]
-            waiting = [path for path in others if path not in running and path < self.path]
-            waiting = [path for path in waiting if not _is_suspended(path)]
+            earlier = [path for path in others if path not in running and path < self.path]
+            waiting = [path for path in earlier if not _is_suspended(path)]
+            # A run that is larger than the machine runs alone.
             if waiting or (running and not self._has_room_beside(running)):
                 return len(waiting) + len(running)
             name = self.path.name.replace("waiting", "running")
@@ -152,12 +145,10 @@ def live_tickets(folder: Path) -> list[Path]:
 def _lock_queue() -> Iterator[Path]:
     """Let one process in at a time; yield the folder of the tickets."""
     try:
-        folder = private_files.per_user_folder(
-            f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", "")
-        )
+        place = os.environ.get("XDG_RUNTIME_DIR", "")
+        folder = private_files.per_user_folder(f"labkit-queue-{os.getuid()}", place)
         with private_files.lock_file(folder / "lock"):
             yield folder
     except OSError as error:
-        raise LabError(
-            f"no queue: {error.filename}: {error.strerror}; mend it, or set {ENV_QUEUE}=0"
-        ) from error
+        problem = f"{error.filename}: {error.strerror}"
+        raise LabError(f"no queue: {problem}; mend it, or set {ENV_QUEUE}=0") from error

@@ -1,17 +1,17 @@
 """torchrun as the process of one run: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``.
 
 torch's own torchrun runs here with four additions: the run ends when the notebook's process is
-gone, for whatever reason (torchrun alone would continue); no process that a rank has started
-outlives it; the exit of each failed rank is written to exit.json; and the rendezvous is immediate
-(rendezvous_handlers.py). Two things are faster: once a rank has failed, the others have two seconds
-to obey SIGTERM, not thirty; and on Linux ranks are forked from this process, which has imported
-torch already. This process is itself a fork of the fork server (fork_server.py), if there is one.
+gone, for whatever reason; no process that a rank has started outlives it; the exit of each failed
+rank is written to exit.json; and the rendezvous is immediate (rendezvous_handlers.py). Two things
+are faster: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty; and on
+Linux ranks are forked from this process, which has imported torch already.
 """
 
 import ast
 import contextlib
 import ctypes
 import importlib.util
+import math
 import os
 import random
 import select
@@ -38,7 +38,7 @@ POLL_PERIOD_S, FORK_POLL_PERIOD_S = 0.05, 0.001
 
 
 def main() -> None:
-    """Run torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
+    """Run torchrun with the run's folder and the arguments of sys.argv; do not return."""
     folder = RunFolder(Path(sys.argv[1]))
     if sys.platform == "linux":
         # Adopt processes of this run whose own parent ends: one that was started with an empty
@@ -88,7 +88,7 @@ def _has_children() -> bool:
 
 
 def can_fork() -> bool:
-    """Tell whether ranks can be forked from this process; otherwise each starts its own Python."""
+    """Tell whether this process can be forked; otherwise each rank starts its own Python."""
     # Outside Linux the systems' own libraries do not survive a fork, which can then crash.
     if sys.platform != "linux":
         return False
@@ -111,8 +111,7 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     backend = arguments[arguments.index("--rdzv-backend") + 1]
     handlers = importlib.import_module(backend)
     rendezvous_handler_registry.register(backend, handlers.create_handler)
-    _limit_shutdown_time()
-    _fork_ranks()
+    _adapt_torchrun()
     if can_fork():
         _import_for_ranks(arguments)
     # The poll of a forked rank waits by itself.
@@ -120,7 +119,10 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     try:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
-        failures = [_failure_entry(rank, failed) for rank, failed in error.failures.items()]
+        failures = [
+            {"rank": rank_of_process(rank), "exitcode": failed.exitcode, "time": failed.timestamp}
+            for rank, failed in error.failures.items()
+        ]
         exit_json = folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0")))
         write_json(exit_json, {"failures": failures})
         return 1
@@ -140,11 +142,7 @@ def _import_for_ranks(arguments: list[str]) -> None:
 
 
 def list_imports(program: Path) -> list[str]:
-    """List the modules of torch and labkit that a program's top level imports, or may import.
-
-    Raises:
-        OSError, SyntaxError: the program cannot be read.
-    """
+    """List the modules of torch and labkit that a program's top level imports, or may import."""
     tree = ast.parse(program.read_bytes())
     names: list[str] = []
     for statement in tree.body:
@@ -160,53 +158,32 @@ def list_imports(program: Path) -> list[str]:
     return [name for name in names if name.startswith(("torch.", "labkit."))]
 
 
-def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
-    return {
-        "rank": rank_of_process(rank),
-        "pid": failed.pid,
-        "exitcode": failed.exitcode,
-        "signal": signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else "",
-        "time": failed.timestamp,
-    }
-
-
-def _limit_shutdown_time() -> None:
-    """Give ranks two seconds to obey SIGTERM."""
-    # torchrun's own --shutdown-timeout does not apply after a failure.
+def _adapt_torchrun() -> None:
+    """Let torchrun fork this process for each rank, and limit the time that ranks take to end."""
     close = torch_private.get("PContext.close")
-
-    def close_with_limit(
-        context: Any, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S
-    ) -> None:
-        close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
-
-    torch_private.replace("PContext.close", close_with_limit)
-
-
-def _fork_ranks() -> None:
-    """Let torchrun fork this process for each rank."""
-    # torch has a public start_method="fork" (elastic_launch with a function), but its agent waits
-    # for every rank's return value: a rank that leaves with os._exit(0) hangs the run, and of
-    # several failures it reports one.
     start_new_python = torch_private.get("SubprocessHandler._popen")
+
+    def close_with_limit(context: Any, death_sig: Any = None, timeout: int = 30) -> None:
+        close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
 
     def fork_rank(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
         if can_fork():
             return RankProcess(command[command.index(worker.__name__) + 1 :], env)
         return start_new_python(handler, command, env)
 
+    # torchrun's own --shutdown-timeout does not apply after a failure.
+    torch_private.replace("PContext.close", close_with_limit)
+    # torch has a public start_method="fork" (elastic_launch with a function), but its agent waits
+    # for every rank's return value: a rank that leaves with os._exit(0) hangs the run, and of
+    # several failures it reports one.
     torch_private.replace("SubprocessHandler._popen", fork_rank)
 
 
 class RankProcess:
-    """A forked rank, with the part of subprocess.Popen that torchrun uses.
+    """A forked rank, with the part of subprocess.Popen that torchrun uses."""
 
-    torchrun polls its ranks in turn, again and again. Here a poll waits until any rank ends, so
-    that torchrun notices at once, and takes no time from the ranks until then.
-    """
-
+    # File descriptors that become readable when a rank ends, by its process id.
     pidfds: ClassVar[dict[int, int]] = {}
-    """A file descriptor that becomes readable when the rank ends, by process id."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str]):
         self.returncode: int | None = None
@@ -218,6 +195,8 @@ class RankProcess:
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
+            # torchrun polls its ranks in turn, again and again. Here a poll waits until any rank
+            # ends, so torchrun notices at once, and takes no time from the ranks until then.
             pidfds = RankProcess.pidfds
             select.select([*pidfds.values()], [], [], POLL_PERIOD_S / len(pidfds))
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -227,11 +206,10 @@ class RankProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
-        begun = time.monotonic()
+        give_up = math.inf if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
-            if timeout is not None and time.monotonic() - begun > timeout:
-                raise subprocess.TimeoutExpired(worker.__name__, timeout)
+            if time.monotonic() > give_up:
+                raise subprocess.TimeoutExpired(worker.__name__, timeout or 0)
         return status
 
 

@@ -1,8 +1,7 @@
-"""Keep a fork server (fork_server.py) ready for warm starts; it forks torchrun for a run.
+"""Keep a fork server (fork_server.py) ready, which forks torchrun for a run that starts warm.
 
 The server imports for some seconds, in the background and never beside a measured run: a first run
-is a cold one, and the server pauses during it; a later run waits for the server. LABKIT_WARM=1
-always waits.
+is cold, and the server pauses during it; a later run waits for the server.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -23,23 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from labkit import requirements
-from labkit.environment import ENV_RUN_FOLDER, ENV_WARM
-from labkit.errors import ParameterError
+from labkit.environment import ENV_RUN_FOLDER, ENV_WARM, read_choice
 from labkit.launcher.progress import in_kernel
 from labkit.runs.folder import ROOT
 
 FORK_SERVER_ARGUMENTS = ("-m", "labkit.launcher.fork_server")
-READY, PAUSE, RESUME, FORK = b"r", b"s", b"g", b"f"
-INT_STRUCT = struct.Struct("i")
+# Messages between this process and the server. A request to fork is the JSON of torchrun's start,
+# and comes with a socket for the answers: torchrun's process id, and later its exit status.
+READY, PAUSE, RESUME = b"ready", b"pause", b"resume"
+MAX_REQUEST_BYTES, MAX_ANSWER_BYTES = 2**20, 16
 MAX_PATH_BYTES = 4096
 READY_TIMEOUT_S, FORK_TIMEOUT_S = 60.0, 10.0
-# All other environment variables arrive with the request.
+# Prefixes of the variables that count when a process begins or imports torch; all others arrive
+# with the request.
 ENV_PREFIXES_AT_IMPORT = (
     *("PYTHON", "TORCH", "PYTORCH", "TRITON", "INDUCTOR", "CUDA", "NVIDIA", "CXX", "CC"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS", "DNNL", "ONEDNN", "ATEN_", "NUMPY", "NPY_"),
     *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR", "LOGLEVEL"),
 )
-"""Prefixes of the variables that count when a process begins or imports torch."""
 
 
 class ForkServerGone(Exception):
@@ -58,12 +57,12 @@ class WarmTorchrun:
         if self._status is None:
             self._answers.settimeout(timeout)
             try:
-                answer = self._answers.recv(INT_STRUCT.size)
+                answer = self._answers.recv(MAX_ANSWER_BYTES)
             except TimeoutError:
                 raise subprocess.TimeoutExpired("torchrun", timeout or 0) from None
             self._answers.close()
             # Without an answer the server is gone, and torchrun goes with it.
-            self._status = int(INT_STRUCT.unpack(answer)[0]) if answer else -signal.SIGKILL
+            self._status = int(answer) if answer else -signal.SIGKILL
         return self._status
 
 
@@ -73,14 +72,15 @@ class ForkServer:
     def __init__(self) -> None:
         self.state = process_state()
         self._ready = False
-        self._control, theirs = socket.socketpair()
-        env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        self._control, theirs = _make_message_sockets()
+        # The first is the notebook's plotting backend, which needs a kernel.
+        outer = ("MPLBACKEND", ENV_RUN_FOLDER)
+        env = {name: value for name, value in os.environ.items() if name not in outer}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         # numpy makes as many threads as this when it is imported; the ranks set their own number.
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # With room for any path: fork_server.show_run_folder overwrites it. Last, because those who
-        # read /proc stop at its padding.
-        env.pop(ENV_RUN_FOLDER, None)
+        # With room for any path: fork_server.show_run_folder overwrites it. Last, since readers of
+        # /proc stop at its padding.
         env[ENV_RUN_FOLDER] = "." * MAX_PATH_BYTES
         with theirs:
             self.process = subprocess.Popen(
@@ -97,41 +97,46 @@ class ForkServer:
         """Return whether it has imported everything by this time limit."""
         if not self._ready and select.select([self._control], [], [], within_s)[0]:
             with contextlib.suppress(ConnectionError):
-                self._ready = self._control.recv(1) == READY
+                self._ready = self._control.recv(MAX_ANSWER_BYTES) == READY
         return self._ready
 
-    def send_command(self, word: bytes, files: Sequence[int] = ()) -> None:
-        """Send it a command, which is lost if it has ended."""
+    def send_command(self, message: bytes, files: Sequence[int] = ()) -> None:
+        """Send it a message, which is lost if it has ended."""
         with contextlib.suppress(OSError):
-            socket.send_fds(self._control, [word], files)
+            socket.send_fds(self._control, [message], files)
 
     def fork(self, request: dict[str, Any]) -> WarmTorchrun:
         """Let it fork torchrun; raise ForkServerGone if it cannot."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = _make_message_sockets()
         pid = 0
-        with contextlib.ExitStack() as on_error:
-            # If this process is interrupted, the closed socket tells the fork to end.
-            on_error.callback(ours.close)
-            with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
-                json.dump(request, file)
-                file.flush()
-                file.seek(0)
-                self.send_command(FORK, [file.fileno(), theirs.fileno()])
+        try:
+            with theirs:
+                self.send_command(json.dumps(request).encode(), [theirs.fileno()])
             ours.settimeout(FORK_TIMEOUT_S)
-            with contextlib.suppress(TimeoutError):
-                answer = ours.recv(INT_STRUCT.size).ljust(INT_STRUCT.size, b"\0")
-                (pid,) = INT_STRUCT.unpack(answer)
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                pid = int(ours.recv(MAX_ANSWER_BYTES) or 0)
             if not pid:
                 self.process.kill()
                 self.process.wait()
                 raise ForkServerGone
             ours.sendall(RESUME)
-            on_error.pop_all()
+        except BaseException:
+            # If this process is interrupted, the closed socket tells the fork to end.
+            ours.close()
+            raise
         return WarmTorchrun(ours, pid)
 
     def close(self) -> None:
         """Let it end once its runs have ended."""
         self._control.close()
+
+
+def _make_message_sockets() -> tuple[socket.socket, socket.socket]:
+    # Unlike a stream, this kind of socket keeps messages apart.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # A request holds all environment variables. If they do not fit, the run starts cold.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
+    return ours, theirs
 
 
 class ForkServerManager:
@@ -146,29 +151,25 @@ class ForkServerManager:
 
     @contextlib.contextmanager
     def server_for_run(self, choice: bool | None) -> Iterator[ForkServer | None]:
-        """Return the server for one run, or None for a cold start.
-
-        Args:
-            choice: what ``choose_warm_start`` returned.
-        """
+        """Return the server for one run, or None for a cold start; see ``choose_warm_start``."""
         with self._lock:
-            parent = self._server_if_ready(choice)
+            server = self._server_if_ready(choice)
             self._is_first = False
-            if not parent:
+            if not server:
                 self._cold_runs += 1
                 self._send_command(PAUSE)
         try:
-            yield parent
+            yield server
         finally:
             with self._lock:
-                self._cold_runs -= not parent
+                self._cold_runs -= not server
                 if not self._cold_runs:
                     self._send_command(RESUME)
                     if choice is not False:
                         self.start_in_background()
 
     def start_in_background(self) -> None:
-        """Start a server, unless there is one that matches the present state of this process."""
+        """Start a server, unless there is one of this process's present state."""
         with self._lock:
             if sys.platform == "linux" and os.environ.get(ENV_WARM) != "0":
                 self._retire_if_stale()
@@ -208,37 +209,24 @@ class ForkServerManager:
 def choose_warm_start(wish: bool | None) -> bool | None:
     """Return whether to start warm: True, False, or None for "yes, once a server is ready".
 
-    Args:
-        wish: the caller's; None leaves it to LABKIT_WARM (0 or 1), and without that only a Jupyter
-            kernel starts warm.
-
-    Raises:
-        ParameterError: LABKIT_WARM is something else.
+    The caller's wish decides, then LABKIT_WARM; without both, only a Jupyter kernel starts warm.
     """
-    said = os.environ.get(ENV_WARM, "")
-    if said not in ("", "0", "1"):
-        raise ParameterError(
-            f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit"
-            " choose"
-        )
+    choice = read_choice(ENV_WARM, "0 (never)", "1 (always)")
     # Elsewhere no fork is safe, see torchrun.can_fork.
     if sys.platform != "linux":
         return False
-    if wish is not None:
-        return wish
-    if said:
-        return said == "1"
-    return None if in_kernel() else False
+    if wish is None and choice:
+        return choice == "1"
+    return None if wish is None and in_kernel() else bool(wish)
 
 
 def process_state() -> tuple[Any, ...]:
     """Return what a Python started now would inherit; a server of another state is stale."""
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)
-    }
+    names = [name for name in os.environ if name.startswith(ENV_PREFIXES_AT_IMPORT)]
+    variables = {name: os.environ[name] for name in names}
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
-    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    limits = [resource.getrlimit(getattr(resource, name)) for name in names]
+    resources = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+    limits = [resource.getrlimit(number) for number in resources]
     # os.umask would change the umask for a moment, for all threads, so the system is asked.
     status = Path("/proc/self/status").read_text().splitlines()
     umask = next((line for line in status if line.startswith("Umask")), "")
@@ -252,6 +240,4 @@ def process_state() -> tuple[Any, ...]:
 
 
 fork_server_manager = ForkServerManager()
-"""This process's own."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=fork_server_manager.forget_server)
+os.register_at_fork(after_in_child=fork_server_manager.forget_server)

@@ -1,9 +1,9 @@
 """Run a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM``.
 
 PROGRAM is the path of a .py file or a module name; what follows is its command line. It behaves
-as under a bare torchrun. The worker adds: output goes to the rank's log, an exception to the
-rank's error file, SIGUSR1 dumps the stacks, and the rank dies with torchrun. It must start fast,
-so it imports neither torch nor anything else that is large.
+as under a bare torchrun, and besides: output goes to the rank's log, an exception to its error
+file, SIGUSR1 dumps the stacks, and the rank dies with torchrun. To start fast, this imports nothing
+that is large, such as torch.
 """
 
 import contextlib
@@ -20,13 +20,8 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from labkit.environment import (
-    ENV_CLOCK_AHEAD_S,
-    ENV_EXPECTED_WORLD_SIZE,
-    ENV_HOST_NAME,
-    ENV_RUN_FOLDER,
-    ENV_TORCHRUN_PID,
-)
+from labkit import environment
+from labkit.environment import ENV_HOST_NAME, ENV_RUN_FOLDER, ENV_TORCHRUN_PID
 from labkit.errors import shorten
 from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
@@ -86,15 +81,13 @@ def _is_launcher_frame(frame: types.FrameType) -> bool:
 
 
 def _refuse_smaller_world() -> None:
-    """Raise RuntimeError if torchrun formed a world smaller than the one requested."""
     # Otherwise each host that cannot reach the others would train alone.
-    world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(ENV_EXPECTED_WORLD_SIZE)
-    if asked and asked != world_size:
+    size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(environment.ENV_EXPECTED_WORLD_SIZE)
+    if asked and asked != size:
         host = os.environ.get(ENV_HOST_NAME, "this host")
-        raise RuntimeError(
-            f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on "
-            "alone, or torchrun was started by other means; let labkit start it on all hosts"
-        )
+        fix = "or torchrun was started by other means; let labkit start it on all hosts"
+        what = f"is in a world of {size} ranks, and {asked} were asked for"
+        raise RuntimeError(f"{host} {what}: it went on alone, {fix}")
 
 
 def is_echo(error: BaseException) -> bool:
@@ -107,9 +100,9 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _die_with_torchrun() -> None:
-    """Ask Linux to kill this process when torchrun dies, however it dies."""
     if sys.platform != "linux":
         return
+    # Linux kills this process when torchrun dies, however it dies.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # torchrun may have died before the request.
     if os.getppid() != int(os.environ.get(ENV_TORCHRUN_PID, os.getppid())):
@@ -158,7 +151,7 @@ def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
         # Several hosts compare times by the clock of the first.
-        "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),
+        "time": time.time() + float(os.environ.get(environment.ENV_CLOCK_AHEAD_S, 0)),
         "exc_type": type(error).__name__,
         "message": shorten(ended),
         "traceback": shorten("".join(traceback.format_exception(error))),

@@ -23,8 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from labkit.environment import ENV_WIDGETS
-from labkit.errors import ParameterError
+from labkit.environment import ENV_WIDGETS, read_choice
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
@@ -42,14 +41,8 @@ Measured = RunResult | None
 
 def can_show_widgets() -> bool:
     """Return whether a front end can show widgets; LABKIT_WIDGETS=1 or 0 overrides the guess."""
-    said = os.environ.get(ENV_WIDGETS)
-    if said not in (None, "", "0", "1"):
-        raise ParameterError(
-            f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); "
-            "unset it to have labkit choose"
-        )
-    if said:
-        return said == "1"
+    if choice := read_choice(ENV_WIDGETS, "0 (a figure)", "1 (controls)"):
+        return choice == "1"
     return in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
 
 
