@@ -6,10 +6,9 @@
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096  # memory, traffic
     python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x  # step time
     python -m labkit plan decoder --model llama_2_7b --world-size 16 64  # what fits?
-    python -m labkit show runs/<a run's folder>   # the table of an earlier run
 
     python -m labkit runs                         # the newest runs; --program NAME, --limit 100
-    python -m labkit runs show a1b2c3             # one of them, by the end of its name
+    python -m labkit show a1b2c3                  # one of them, by the end of its name, or a path
     python -m labkit runs compare a1b2c3 d4e5f6   # parameters and values side by side
     python -m labkit runs prune --keep 100        # remove older ones; --older-than 30 days
 
@@ -34,7 +33,6 @@ import json as json_module
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -59,10 +57,9 @@ RUN = tyro.conf.arg(
 
 @dataclass
 class RunCommand:
-    """Launch a rank program and print its summary. Options follow the program's name, its own among
-    them.
+    """Launch a rank program and print its summary. Options follow the program's name.
 
-    ``run PROGRAM --help`` lists the parameters of a program.
+    ``run PROGRAM --help`` lists the parameters of a program, which are options, too.
     """
 
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
@@ -138,10 +135,8 @@ def program_commands() -> dict[str, Any]:
 def parse_run_command(
     program: str, words: Sequence[str], name: str = "run"
 ) -> tuple[Any, dict[str, Any]]:
-    """Parse the options of the command called ``name``, and those of the program from its Config.
-
-    The parameters are those that differ from the defaults, each with its values in a tuple if the
-    command takes lists.
+    """Parse the options of a command, and the program's parameters that differ from their defaults;
+    a parameter's values are in a tuple if the command takes lists.
     """
     path, _ = find_program(program)
     kind, prog = program_commands()[name], f"{PROG} {name}"
@@ -153,22 +148,16 @@ def parse_run_command(
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.cli_dataclass(
-        config_class, words, without=[each.name for each in fields(kind)]
-    )
-    if kind.takes_lists:
-        options = config.cli_list_dataclass(options)
+    own = {each.name for each in fields(kind)}
+    options = config.cli_dataclass(config_class, words, own, kind.takes_lists)
     # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     parameters: Any = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
-    combined = make_dataclass(
-        kind.__name__.removesuffix("Command"),
-        [
-            ("program", tyro.conf.Suppress[str], field(default=program)),
-            ("parameters", parameters, field(default_factory=options)),
-        ],
-        bases=(kind,),
-    )
+    added = [
+        ("program", tyro.conf.Suppress[str], field(default=program)),
+        ("parameters", parameters, field(default_factory=options)),
+    ]
+    combined = make_dataclass(kind.__name__.removesuffix("Command"), added, bases=(kind,))
     about = kind.about.format(program=program)
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
     defaults, values = vars(options()), vars(command.parameters)
@@ -179,15 +168,6 @@ def execute_command(command: Any, parameters: dict[str, Any]) -> int:
     """Run a command like RunCommand with the program's parameters; return the exit status."""
     own = {name: value for name, value in vars(command).items() if name != "parameters"}
     return command.execute(**own, **parameters)
-
-
-def show_run_summary(folder: tyro.conf.Positional[Path]) -> None:
-    """Show the summary of an earlier run.
-
-    Args:
-        folder: The run's folder, such as runs/20260102-030405-convnext_spatial-a1b2.
-    """
-    print(labkit.load(folder).summary().to_string())
 
 
 def list_runs(program: str | None = None, limit: int = 20) -> None:
@@ -270,7 +250,7 @@ def print_diagnosis(json: bool = False) -> int:
 
 TOP_COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunCommand,
-    "show": show_run_summary,
+    "show": show_run,
     "doctor": print_diagnosis,
     "runs": list_runs,
 }

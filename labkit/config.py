@@ -29,7 +29,7 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -329,52 +329,34 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigTyp
 
 
 def cli_dataclass(
-    config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()
+    config_class: type[Any],
+    argv: Sequence[str],
+    without: Collection[str] = (),
+    takes_lists: bool = False,
 ) -> type[Any]:
-    """Return the fields as a dataclass for tyro, which shows their docstrings and limits as help.
+    """Return the fields not in ``without`` as a dataclass for tyro, their docstrings as its help.
 
-    The defaults are those of the preset that ``argv`` names; fields in ``without`` are left out.
+    The defaults are those of the preset that ``argv`` names. With ``takes_lists`` each field takes
+    several values, by default none, and fields that are tuples are left out.
     """
     import tyro
 
-    known = init_fields(config_class)
-    _refuse_options_of_siblings(config_class, argv, {*known, *without})
     # Only the preset is read here, before tyro reads everything, because it decides the defaults.
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
     docs = program_source.read_field_docs(config_class)
     fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
-    for name, field in known.items():
-        if name in without:
-            continue
+    for name, field in init_fields(config_class).items():
         limits = [f"({type_name(field.type)})"] if "Limits(" in str(field.type) else []
         about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
+        wanted: Any = Annotated[field.type, about]
         value = chosen.get(name, default_value(field))
-        default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
-        fields.append((name, Annotated[field.type, about], default))
+        if takes_lists:
+            # Without the limits, which would apply to the tuple; each value is checked later.
+            wanted, value = Annotated[tuple[typing.get_args(wanted)[0], ...], about], ()
+        is_tuple = typing.get_origin(field.type) is tuple
+        if name not in without and not (takes_lists and is_tuple):
+            default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
+            fields.append((name, wanted, default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
-
-
-def _refuse_options_of_siblings(
-    config_class: type[Any], argv: Sequence[str], known: set[str]
-) -> None:
-    """Refuse an unknown option that another program has, which tyro cannot know."""
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        is_unknown = word.startswith("--") and name not in known
-        if is_unknown and program_source.find_sibling_programs(config_class, name):
-            raise unknown_name_error(config_class, name)
-
-
-def cli_list_dataclass(read: type[Any]) -> type[Any]:
-    """Let each field of a ``cli_dataclass`` take several values, by default none; drop tuples."""
-    fields: list[Any] = []
-    wanted: Any
-    for field in dataclasses.fields(read):
-        # Limits that involve several fields are checked later, for each value.
-        wanted, *_, about = typing.get_args(field.type)
-        if typing.get_origin(wanted) is not tuple:
-            several = Annotated[tuple[wanted, ...], about]
-            fields.append((field.name, several, dataclasses.field(default=())))
-    return dataclasses.make_dataclass(read.__name__, fields)
