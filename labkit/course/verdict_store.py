@@ -18,9 +18,9 @@ from typing import Any
 from labkit.course import lab_catalog
 from labkit.course.lab_catalog import Exercise, Lab
 from labkit.environment import ENV_VERDICTS
-from labkit.errors import LabError, RecordError
+from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import JSON_FIX, LABKIT_FOLDER_NAME, read_json, write_json
+from labkit.runs.folder import LABKIT_FOLDER_NAME, read_json, write_json
 
 PROGRESS_FILE = "progress.json"
 FORMAT_VERSION = 1
@@ -115,11 +115,7 @@ def progress_path() -> Path | None:
 
 def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
     """Return the verdicts of a file, {} if it does not exist; else raise LabError."""
-    try:
-        content = read_json(path)
-    except RecordError as error:
-        raise LabError(f"{str(error).removesuffix(JSON_FIX)}{FIX}") from None
-    return verdicts_from_json(content, path)
+    return verdicts_from_json(read_json(path, FIX), path)
 
 
 def verdicts_from_json(

@@ -30,7 +30,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partialmethod
 from hashlib import sha256
 from pathlib import Path
@@ -135,18 +135,28 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def explain_write_errors(path: Path, fix: str) -> Iterator[None]:
+    """Turn an OSError into a LabError that names the file or folder and the fix."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}, so it cannot be written"
+        raise LabError(f"{path}: {why}; {fix}") from error
+
+
+def read_json(path: Path, fix: str = JSON_FIX) -> dict[str, Any]:
     """Return the object in a JSON file, {} if it does not exist; raise RecordError otherwise."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror}). {JSON_FIX}") from None
+        raise RecordError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not JSON ({error}). {JSON_FIX}") from None
+        raise RecordError(f"{path}: not JSON ({error}). {fix}") from None
     if not isinstance(content, dict):
-        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {JSON_FIX}")
+        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {fix}")
     return content
 
 
