@@ -31,14 +31,13 @@ TORCH_VERSION: str
 
 
 class PrivateName(NamedTuple):
-    """One part of torch: its path (``module:attribute`` or a module), what it is needed for, what
-    is lost without it, the part of labkit that uses it, and the versions of torch that have it.
+    """A part of torch by its path (``module:attribute`` or a module), with what it is needed for,
+    what is lost without it, and the versions of torch that have it.
     """
 
     path: str
     why: str
     lost: str
-    room: str
     seen: tuple[str, ...] = SEEN
 
     def resolve(self) -> Any:
@@ -50,11 +49,9 @@ class PrivateName(NamedTuple):
         except (ImportError, AttributeError) as error:
             if isinstance(error, ImportError) and error.name == "torch":
                 raise
-            raise RuntimeError(
-                f"torch {version('torch')} has no {self.path}: it is private and has moved; "
-                f"labkit knows torch {', '.join(self.seen)}: install one of them. "
-                f"Lost without it: {self.lost}"
-            ) from error
+            missing = f"torch {version('torch')} has no {self.path}: it is private and has moved"
+            fix = f"labkit knows torch {', '.join(self.seen)}: install one of them"
+            raise RuntimeError(f"{missing}; {fix}. Lost without it: {self.lost}") from error
 
     def is_there(self) -> bool:
         """Whether this torch has it, as a name or as an attribute of objects."""
@@ -335,34 +332,31 @@ torch.amp:autocast.__init__ torch.utils._device:DeviceContext.__init__: replaced
 
 
 def _read_table() -> Iterator[PrivateName]:
-    room = lost = owner = ""
+    lost = owner = ""
     for line in filter(None, _TABLE.splitlines()):
         names, _, why = line.partition(": ")
         first, *others = names.split()
         if line.startswith("["):
-            room, _, lost = line[1:].partition("] ")
+            lost = line.partition("] ")[2]
         elif line.startswith(" "):
             separator = "." if ":" in owner else ":"
             for name in (first, *others):
-                yield PrivateName(f"{owner}{separator}{name}", why, lost, room)
+                yield PrivateName(f"{owner}{separator}{name}", why, lost)
         else:
             owner, module = first, first.partition(":")[0]
             for name in (first, *others) if why else ():
                 path = name if name == first or ":" in name else f"{module}:{name}"
-                yield PrivateName(path, why, lost, room)
-    for path in SLOW_MODULES:
-        yield PrivateName(path, "imported once for all ranks", "every run", "launcher")
+                yield PrivateName(path, why, lost)
+    # The loop ends with the table's last section, that of simulations.
     for path in MESH_FACTORIES:
-        yield PrivateName(path, "replaced: a mesh is made of values in tensors", lost, room)
-    for module, functions in DEVICE_FUNCTIONS.items():
-        for name in functions:
-            # torch 2.11 has no torch.accelerator.empty_host_cache.
-            seen = SEEN[1:] if name == "empty_host_cache" else SEEN
-            why = "replaced: a simulated rank has a GPU"
-            yield PrivateName(f"torch:{module}.{name}", why, lost, room, seen)
-    for name in DEVICE_QUESTIONS:
-        why = "replaced: programs are told that a simulated rank has a GPU"
-        yield PrivateName(f"torch:{name}", why, lost, room)
+        yield PrivateName(path, "replaced: a mesh is made of values in tensors", lost)
+    device_names = [f"{kind}.{name}" for kind, names in DEVICE_FUNCTIONS.items() for name in names]
+    for name in (*device_names, *DEVICE_QUESTIONS):
+        # torch 2.11 has no torch.accelerator.empty_host_cache.
+        seen = SEEN[1:] if name.endswith("empty_host_cache") else SEEN
+        yield PrivateName(f"torch:{name}", "replaced: a simulated rank has a GPU", lost, seen)
+    for path in SLOW_MODULES:
+        yield PrivateName(path, "imported once for all ranks", "every run")
 
 
 PRIVATE_NAMES = tuple(_read_table())
