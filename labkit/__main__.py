@@ -57,10 +57,7 @@ RUN = tyro.conf.arg(
 
 @dataclass
 class RunCommand:
-    """Launch a rank program and print its summary. Options follow the program's name.
-
-    ``run PROGRAM --help`` lists the parameters of a program, which are options, too.
-    """
+    """Launch a rank program and print its summary; ``run PROGRAM --help`` lists its parameters."""
 
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
     """A name in launch/, or the path of a Python file."""
@@ -135,9 +132,7 @@ def program_commands() -> dict[str, Any]:
 def parse_run_command(
     program: str, words: Sequence[str], name: str = "run"
 ) -> tuple[Any, dict[str, Any]]:
-    """Parse the options of a command, and the program's parameters that differ from their defaults;
-    a parameter's values are in a tuple if the command takes lists.
-    """
+    """Parse a command's options, and the program's parameters that are not at their defaults."""
     path, _ = find_program(program)
     kind, prog = program_commands()[name], f"{PROG} {name}"
     config_class = config.read_config(path)

@@ -75,10 +75,7 @@ NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
 def read_config(program: Path) -> type[Any] | None:
-    """Read the class Config of a rank program without running the program; None without one.
-
-    ParameterError names the line of a field without default, or of a type that JSON cannot carry.
-    """
+    """Read the class Config of a rank program without running the program; None without one."""
     config_class = program_source.compile_config(program)
     if config_class is not None:
         fields = init_fields(config_class)
@@ -119,8 +116,8 @@ def build_config(
 ) -> ConfigType:
     """Build a Config: its defaults, the preset's values over them, and ``parameters`` over those.
 
-    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses an
-    unknown name, or a value of the wrong type, or outside its limits or choices.
+    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses a name
+    or a value.
     """
     known = init_fields(config_class)
     converted = {}
@@ -170,9 +167,7 @@ def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Raise ParameterError unless a notebook's parameter is of this kind and within these Limits;
-    ``because`` says what in the notebook needs that.
-    """
+    """Raise ParameterError unless a notebook's parameter is of this kind, within these Limits."""
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:
         convert(value, wanted)
@@ -187,9 +182,7 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 
 
 def config_params(config: Any) -> dict[str, Any]:
-    """Return the values of a Config by name, from which ``build_config`` makes an equal one; raise
-    ParameterError for one that JSON cannot carry, such as NaN.
-    """
+    """Return the values of a Config by name; ParameterError for one that JSON cannot carry: NaN."""
     params = {}
     for name, field in init_fields(type(config)).items():
         value = params[name] = _convert_parameter(name, getattr(config, name), field.type)
@@ -257,10 +250,7 @@ def _short_repr(value: Any) -> str:
 
 
 def convert(value: Any, wanted: Any) -> Any:
-    """Convert a value to the wanted type: int to float, list to tuple, numpy values to Python's.
-
-    Raises ValueError for another type, outside the limits, or for none of a Literal's choices.
-    """
+    """Convert a value: int to float, list to tuple, numpy's to Python's; ValueError if refused."""
     given = value
     if type(value).__module__ == "numpy":
         value = value.tolist()

@@ -36,10 +36,7 @@ Function = Callable[..., Any]
 def reduce_scatter_with_assert(
     original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Check the output buffer of a reduce-scatter, then run it; for ``patch_reduce_scatter``.
-
-    ``assert_fn`` raises if the output's dtype or shape is wrong; its values are not there yet.
-    """
+    """Call ``assert_fn`` with a reduce-scatter's output, still without values, then run it."""
     output = args[0] if args else kwargs.get("output")
     if output is None:
         rule = "a reduce-scatter needs output first or by name"

@@ -88,9 +88,7 @@ def labs_to_update(folder: Path) -> list[Lab]:
 
 
 def update_copies(folder: Path) -> tuple[list[str], list[str]]:
-    """Bring what is new in the notebooks into the copies; return for each updated lab what was
-    done and what was left, and for each other lab what to do.
-    """
+    """Update all copies; return what was done and left for each, and what to do for the others."""
     made = make_copies(folder)
     said, problems = [f"{lab.name}: a new copy" for lab in made], []
     for lab in lab_catalog.all_labs():

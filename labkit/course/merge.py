@@ -25,14 +25,14 @@ MAX_TITLE_LENGTH = 60
 
 @dataclass
 class MergeResult:
-    """The merged notebook; how many untouched cells took a new text, were added and were removed;
-    and a message for each cell that stayed although the notebook's own has changed.
-    """
+    """The merged notebook, and what became of its cells."""
 
     notebook: Notebook
+    # Numbers of cells that the learner had not touched.
     changed: int = 0
     added: int = 0
     removed: int = 0
+    # A message for each cell that stayed although the notebook's own has changed.
     left: list[str] = field(default_factory=list)
 
 

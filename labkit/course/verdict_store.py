@@ -38,11 +38,10 @@ except OSError:
 
 @dataclass(frozen=True)
 class ExerciseProgress:
-    """The last verdict on one exercise and its time (ISO 8601), how often it was judged as passed
-    or wrong, and the time of the first pass, "" for none.
-    """
+    """The last verdict on one exercise, how often it was judged, and when it first passed."""
 
     verdict: str
+    # Times are ISO 8601, and "" for never.
     when: str
     tries: int = 0
     first_passed: str = ""
@@ -65,9 +64,7 @@ _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict, one of STATES, on the function or class ``exercise`` of a lab, such as
-    "fsdp"; return whether the exercise exists, and warn if the file is not writable.
-    """
+    """Keep a verdict, one of STATES; return whether this lab ("fsdp") has this exercise."""
     # labkit may be installed without its notebooks, and then there are no labs.
     with contextlib.suppress(LabError):
         found = next((each for each in lab_catalog.all_labs() if each.key == lab), None)

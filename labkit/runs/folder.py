@@ -74,7 +74,6 @@ class RunFolder:
     def _host_file(self, node: int = 0, *, stem: str, ending: str = "") -> Path:
         return self.path / (f"{stem}_{node}{ending}" if node else f"{stem}{ending}")
 
-    # How the ranks of a host ended, torchrun's messages there, and its own files during the run.
     exit_json = partialmethod(_host_file, stem="exit", ending=".json")
     host_torchrun_log = partialmethod(_host_file, stem="torchrun", ending=".log")
     torchrun_folder = partialmethod(_host_file, stem="torchrun")
@@ -187,11 +186,10 @@ def runs_folder() -> Path:
 
 
 def workspace_folder() -> Path:
-    """Return the folder that holds runs/ and my/: the checkout, or for an installed labkit that of
-    the learner's copies around the current folder, or else the current folder.
-    """
+    """Return the folder of runs/ and my/: the checkout, or one around the current folder."""
     if IN_CHECKOUT:
         return ROOT
+    # An installed labkit takes the folder of the learner's copies, if there are any.
     here = Path.cwd()
     for folder in (here, *here.parents):
         if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME):

@@ -4,12 +4,8 @@
     history.compare([labkit.load(folder), labkit.load(another)])
     history.prune(history.find_prunable_runs(keep=100))
 
-Listing reads only the run.json of each run, so that ten thousand take less than a second.
-
-Only finished runs are removed: folders of the runs folder that still have the name that labkit gave
-them, and a valid run.json. Links are not followed, and renamed runs stay. A run without an end
-counts as broken off once no process of this machine belongs to it and its time limit passed an hour
-ago, since another machine may share the folder.
+Listing reads only the run.json of each run, so that ten thousand take less than a second. Only
+finished runs are removed that still have the name that labkit gave them; no link is followed.
 """
 
 import os
@@ -62,13 +58,12 @@ class HistoryEntry:
         return 0.0
 
     def state(self, in_use: set[str]) -> str:
-        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"; for
-        ``in_use`` see ``folders_in_use``.
-        """
+        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"."""
         if str(self.folder) in in_use:
             return RUNNING
         if self.problem:
             return "damaged"
+        # Another machine may share the folder, so a run gets an hour more before it counts as lost.
         limit_s = self.info.get("timeout_s")
         limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
         is_past_limit = datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
@@ -165,12 +160,13 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
         f"{duration:.1f} s" if isinstance(duration, int | float) else "",
         shlex.join(map(str, given)) if isinstance(given, list) else "",
     ]
-    # A terminal would obey control characters.
-    *columns, name = [_printable(text) for text in (*texts, entry.folder.name)]
     limit = MAX_COLUMN_CHARACTERS
-    return [*(text if len(text) <= limit else f"{text[: limit - 1]}…" for text in columns), name]
+    columns = [text if len(text) <= limit else f"{text[: limit - 1]}…" for text in texts]
+    # The folder's name comes last and whole, because people copy it.
+    return [_printable(text) for text in (*columns, entry.folder.name)]
 
 
+# A terminal would obey control characters.
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
@@ -207,9 +203,7 @@ def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
 def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
 ) -> list[HistoryEntry]:
-    """Return the runs that may be removed, newest first: all but the newest ``keep``, of a minimum
-    age, of one program. With both limits, a run must exceed both; with neither, ParameterError.
-    """
+    """Return the runs of one program that may be removed, newest first, beyond both limits."""
     if keep is None and older_than_days is None:
         rule = "say how many to keep, or from which age to remove"
         raise ParameterError(f"prune removes nothing without a limit: {rule}")

@@ -53,9 +53,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def per_user_folder(name: str, *places: str) -> Path:
-    """Return a private folder for all processes of this user on this machine, in the first usable
-    of these places, the folder for temporary files, and home; else PermissionError, with reasons.
-    """
+    """Return this user's private folder on this machine, in the first usable of several places."""
     # The home folder comes last, since other machines may share it, and so has this one's name.
     home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
     shared = [*places, os.path.realpath(tempfile.gettempdir())]

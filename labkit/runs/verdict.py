@@ -16,10 +16,7 @@ def finished_exit(folder: RunFolder) -> str:
 
 
 def describe_verdict(verdict: Mapping[str, Any]) -> str:
-    """Return what was compared and whether it agrees; "" for no verdict.
-
-    Errors are given by order of magnitude, so that the text is the same on every machine.
-    """
+    """Return what was compared and whether it agrees; "" for no verdict."""
     if not verdict:
         return ""
     compared, thing = verdict["compared"], "tensors" if "max_rel_error" in verdict else "values"
@@ -57,6 +54,7 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     return found
 
 
+# An order of magnitude is the same on every machine.
 def _magnitude_text(error: float) -> str:
     if not math.isfinite(error):
         return f"{error}"
