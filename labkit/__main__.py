@@ -222,7 +222,7 @@ def prune_runs(
 
 
 def _confirm_removal() -> bool:
-    """Ask, and return whether the answer is yes; raise ParameterError without a terminal."""
+    # A script must not wait for an answer that no one gives.
     if not sys.stdin.isatty():
         raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
     try:

@@ -102,6 +102,7 @@ def _field_problem(field: dataclasses.Field[Any]) -> str:
     return ""
 
 
+# JSON carries these types, and a command line can give them.
 def _is_allowed(wanted: Any) -> bool:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
@@ -150,6 +151,7 @@ def unknown_name_error(config_class: type[Any], name: str) -> ParameterError:
 
 def validate(config: Any, world_size: int) -> None:
     """Check fields that are not at their defaults, then call ``Config.validate``, if any."""
+    # A cell or a test may have built the Config itself, past build_config.
     for name, field in init_fields(type(config)).items():
         value = getattr(config, name)
         if value != default_value(field):

@@ -146,6 +146,7 @@ def check_compiler() -> Finding:
 
 def check_cores() -> Finding:
     """Check the number of cores that this process may use."""
+    # A container or taskset may allow fewer than the machine has.
     cores = len(requirements.usable_cores())
     if cores < 2:
         fix = "none needed: ranks take turns, so timings show mechanism, not speed"
@@ -210,6 +211,7 @@ def check_jupyter() -> Finding:
 def check_runs_folder() -> Finding:
     """Check that runs can be recorded in their folder."""
     folder = runs_folder()
+    # Only writing a file tells whether a full or read-only disk takes one.
     try:
         private_files.make_private_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder):

@@ -100,6 +100,7 @@ def wrap(name: str, wrapper: Callable[[Any], Any]) -> None:
 
 def missing_names() -> list[PrivateName]:
     """List the entries that the installed torch lacks, except those it is known to lack."""
+    # A version that labkit has not seen should have all of them.
     installed = version("torch").partition("+")[0]
     expected = (each for each in PRIVATE_NAMES if installed in each.seen or installed not in SEEN)
     return [each for each in expected if not each.is_there()]
@@ -107,6 +108,7 @@ def missing_names() -> list[PrivateName]:
 
 @cache
 def _find_entry(name: str) -> PrivateName:
+    # In an attribute of torch's objects the leading underscore would look like one of the caller's.
     endings = tuple(f"{separator}{start}{name}" for separator in ".:" for start in ("", "_"))
     found = [each for each in PRIVATE_NAMES if each.path == name or each.path.endswith(endings)]
     if len(found) != 1:
@@ -118,9 +120,8 @@ def _find_entry(name: str) -> PrivateName:
 
 MEMORY_TRACKER_MODULE = "torch.distributed._tools.mem_tracker"
 COMPILED_AUTOGRAD_MODULE = "torch._dynamo.compiled_autograd"
-# Each of these imports the compiler, which takes about half a second.
+# Each imports the compiler in about half a second, so a warm process does it once for all ranks.
 SLOW_MODULES = (MEMORY_TRACKER_MODULE, "torch._inductor.compile_fx", COMPILED_AUTOGRAD_MODULE)
-"""Modules that a warm process imports once for all its ranks."""
 
 _DEVICE_FUNCTIONS = (
     "synchronize empty_cache set_stream reset_accumulated_memory_stats current_stream "

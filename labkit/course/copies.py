@@ -60,6 +60,7 @@ def reset_copy(lab: Lab, folder: Path) -> Path | None:
     return kept
 
 
+# Two resets in a second must not overwrite each other's copy.
 def _free_backup_path(folder: Path, lab: Lab) -> Path:
     stem = f"{lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path, number = folder / f"{stem}.ipynb", 2
@@ -112,6 +113,7 @@ def _update_copy(folder: Path, lab: Lab) -> str:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
     with explain_write_errors(folder, FIX):
+        # If a merge went wrong, this is the way back.
         earlier = folder / LABKIT_FOLDER_NAME / "earlier" / lab.path.name
         earlier.parent.mkdir(parents=True, exist_ok=True)
         write_text(earlier, copy.read_text(encoding="utf-8"))

@@ -56,6 +56,7 @@ def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> Non
 
 def read_export(path: Path) -> Export:
     """Read a learner's file; raise LabError if it is unreadable, or not an export."""
+    # read_json takes a file that does not exist for an empty one.
     if not path.exists():
         raise LabError(f"{path}: cannot be read, there is no such file")
     content = read_json(path, EXPORT_FIX)
@@ -102,6 +103,7 @@ def progress_frame(exports: Sequence[Export]) -> Any:
         for lab in lab_catalog.all_labs()
         for each in lab.exercises
     }
+    # A learner who has checked nothing has a row, too, and every exercise of today a column.
     by_learner = {}
     for one in exports:
         states = by_learner[one.name] = dict.fromkeys(columns, "")

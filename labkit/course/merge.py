@@ -61,8 +61,8 @@ def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResul
     return merged
 
 
+# Gives the cells of base and mine the ids that the new notebook has for them.
 def _rename_cells(base: list[Cell], new: list[Cell], mine: list[Cell]) -> None:
-    """Give the cells of ``base`` and ``mine`` the ids that the new notebook has for them."""
     ids = {cell.get("id") for cell in mine}
     # Some editors drop ids, so cells without one are found by their text.
     by_text = {(cell.cell_type, cell.source): cell.id for cell in base if cell.id not in ids}
@@ -83,6 +83,7 @@ def _match_cells(base: list[Cell], new: list[Cell]) -> dict[str, str]:
     for old, cell in enumerate(base):
         if old in found:
             continue
+        # Only what lies between the nearest matched neighbours can be the same cell.
         start = max((place for earlier, place in found.items() if earlier < old), default=-1) + 1
         later = [place for later, place in found.items() if later > old and place >= start]
         free = set(range(start, min(later, default=len(new)))) - set(found.values())
@@ -139,7 +140,6 @@ def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult
 
 
 def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
-    """Give a new id to every cell without one, or with one that is taken."""
     seen = {""}
     # The notebook's own cells come first, so that they keep their ids.
     for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):

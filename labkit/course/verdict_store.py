@@ -131,6 +131,7 @@ def verdicts_from_json(
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise LabError(f"{path}: holds no verdicts ({error}); {FIX}") from None
+    # The dataclass takes values of any type, and a person may have edited the file.
     for lab, exercises in kept.items():
         for name, each in exercises.items():
             texts = (each.verdict, each.when, each.first_passed)
@@ -190,6 +191,7 @@ def so_far(lab: str) -> LabProgress:
     except LabError as error:
         warnings.warn(str(error), stacklevel=2)
         earlier = {}
+    # Outside a folder of copies verdicts are only in this process.
     before, now = (lab_progress(known, each).states for each in (earlier, _process_verdicts))
     # A pass in an earlier session counts even if the exercise is wrong now.
     passed = {name: state for name, state in before.items() if state == "passed"}

@@ -105,6 +105,7 @@ class RunFolder:
 
     def artifact(self, rank: int, name: str) -> Path:
         """Return the path of a rank's text; raise ParameterError if no file can have its name."""
+        # Names come from programs, and must neither leave the folder nor be too long for a disk.
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             rule = "use letters, digits, - and _, at most 100"
             raise ParameterError(f"cannot keep a text as {name!r}: {rule}")

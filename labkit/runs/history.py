@@ -90,8 +90,8 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
     return entries[:limit]
 
 
+# None stands for a folder without a run.json of its own.
 def _read_entry(folder: str | Path) -> HistoryEntry | None:
-    """Read the entry of a folder; None if it has no run.json of its own."""
     file = Path(folder, "run.json")
     try:
         # A link is not followed, and the writer of a pipe not waited for.
@@ -177,6 +177,7 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
 
     results = list(results)
     names = [result.folder.name for result in results]
+    # A run beside itself would give two columns of one name.
     if len(set(names)) < max(2, len(names)):
         given = ", ".join(names) or "none"
         raise ParameterError(f"compare needs two runs or more, each once: {given} given")
@@ -194,8 +195,8 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
     return pandas.DataFrame([row[1:] for row in rows], index, names, dtype=object)
 
 
+# Makes a row for each name: the name, and what each column has, "" for nothing.
 def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return a row for each name: the name, and what each column has, "" for nothing."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name, "") for column in columns)] for name in names]
 
@@ -220,7 +221,7 @@ def find_prunable_runs(
 
 
 def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
-    """Return why a run must not be removed, or ""."""
+    # Removing is the one thing that cannot be undone, so every doubt keeps a run.
     if entry.folder.parent != runs_folder() or not RUN_NAME_PATTERN.fullmatch(entry.folder.name):
         return "it is not in the runs folder under a name of labkit's"
     if entry.folder.is_symlink() or entry.problem or not entry.start_time_s:
@@ -233,6 +234,7 @@ def prune(entries: Iterable[HistoryEntry]) -> list[str]:
     """Remove these runs, each checked again first; return those that were kept, and why."""
     left, in_use = [], folders_in_use()
     for entry in entries:
+        # A person may have taken a minute to say yes.
         now = _read_entry(entry.folder)
         reason = _reason_to_stay(now, in_use) if now else "it is gone, or no run any more"
         try:

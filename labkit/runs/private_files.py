@@ -26,6 +26,7 @@ def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def _open_with_folder_mode(path: str, flags: int) -> int:
+    # The umask would open files to others, or close a shared folder's files to its group.
     mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o666
     return os.open(path, flags | os.O_NOFOLLOW, mode)
 
@@ -68,8 +69,8 @@ def per_user_folder(name: str, *places: str) -> Path:
     raise PermissionError(errno.EPERM, "; ".join(problems), name)
 
 
+# In a safe parent only this user and root can remove or rename what this user creates.
 def _is_safe_parent(place: Path) -> bool:
-    """Tell whether only this user and root can remove or rename what this user creates here."""
     found = place.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
         return False

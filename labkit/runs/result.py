@@ -291,7 +291,7 @@ def load(folder: str | Path) -> RunResult:
 
 
 def _read_run_info(folder: RunFolder) -> dict[str, Any]:
-    """Return the content of run.json, with that of session.json if the run did not end properly."""
+    # A run that did not end properly has what its ranks ran on in session.json alone.
     path = folder.run_json
     info = read_json(path)
     if info.get("version", 1) not in records.READABLE_VERSIONS:
@@ -352,8 +352,8 @@ def _as_int_if_whole(value: float) -> float:
     return int(value) if int(value) == value else float(value)
 
 
+# None where the record of an older run lacks the number of ranks.
 def _wire_bytes_column(comm: pandas.DataFrame) -> list[float | None]:
-    """Return each row's bytes on the wire; None where the record lacks the number of ranks."""
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
     return [
@@ -362,7 +362,7 @@ def _wire_bytes_column(comm: pandas.DataFrame) -> list[float | None]:
     ]
 
 
+# A name that was measured in the warm-up alone, such as setup, keeps these rows.
 def _drop_warmup(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Drop the warm-up rows of names that have other rows too."""
     settled = rows["step"] >= 0
     return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]

@@ -38,8 +38,9 @@ def describe_error(verdict: Mapping[str, Any]) -> str:
 
 
 def _differences(verdict: Mapping[str, Any]) -> list[str]:
-    """Return why a verdict is not ok, as far as its numbers tell."""
+    # A verdict of a check of one's own may lack any number, so each is looked up with a default.
     error, found = verdict.get("max_rel_error", 0.0), []
+    # Written so that NaN differs, too.
     if not error <= verdict.get("limit", math.inf):
         worst = verdict.get("worst") or "an unnamed one"
         found.append(f"they differ, most in {worst}, by {_magnitude_text(error)}")
