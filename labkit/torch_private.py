@@ -108,7 +108,7 @@ def missing_names() -> list[PrivateName]:
 
 @cache
 def _find_entry(name: str) -> PrivateName:
-    # In an attribute of torch's objects the leading underscore would look like one of the caller's.
+    # A caller may leave out the leading underscore.
     endings = tuple(f"{separator}{start}{name}" for separator in ".:" for start in ("", "_"))
     found = [each for each in PRIVATE_NAMES if each.path == name or each.path.endswith(endings)]
     if len(found) != 1:
@@ -169,10 +169,8 @@ torch.distributed.distributed_c10d
 torch:ScriptObject._type: tells a process group among the arguments of a collective
 torch.utils._python_dispatch:TorchDispatchMode: sees every operator and collective
 torch.utils._pytree
-    tree_flatten: the tensors in nested arguments, with the structure
-    tree_flatten_with_path: the tensors in nested arguments, with the place of each
+    tree_flatten tree_flatten_with_path tree_leaves tree_map_only: the tensors in nested arguments
     tree_unflatten: rebuilds the structure
-    tree_leaves tree_map_only: the tensors in nested arguments
     keystr: the place of a tensor as text
 
 [session] memory by category: labs 2, 3, 5 and 6
@@ -284,8 +282,7 @@ torch.distributed.device_mesh
 torch.distributed
     init_process_group new_group: replaced: whatever its backend, a group sends nothing
     is_nccl_available: replaced: programs are told yes
-    Reducer Logger: replaced: DDP's C++ works on memory
-    _verify_params_across_processes: replaced: it compares values
+    Reducer Logger _verify_params_across_processes: replaced: DDP's C++ works on memory
     _register_comm_hook _register_builtin_comm_hook: replaced: a hook of DDP cannot be simulated
     _compute_bucket_assignment_by_size: DDP's buckets in the order of the first backward pass
 torch.nn.parallel:DistributedDataParallel.__init__: replaced: it refuses a GPU that is not there
@@ -301,8 +298,7 @@ torch.distributed._tools.mem_tracker:MemTracker
     _update_peak_stats: replaced: a peak of many steps
     _post_fw_hook _pre_bw_hook _post_bw_hook: replaced: models may come and go
     _WINFO: what is there before the step
-    _curr_mem_snap: bytes now
-    _peak_mem_snap _peak_mem: bytes at the peak
+    _curr_mem_snap _peak_mem_snap _peak_mem: bytes now and at the peak
 torch.distributed._tools.mod_tracker
     ModTracker._known_modules: the models of a program that does not use labkit
 torch.distributed._tools.common_utils:get_untyped_storages: the memory behind a tensor

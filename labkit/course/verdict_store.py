@@ -46,6 +46,13 @@ class ExerciseProgress:
     tries: int = 0
     first_passed: str = ""
 
+    def __post_init__(self) -> None:
+        # A person may have edited the file.
+        texts = (self.verdict, self.when, self.first_passed)
+        is_count = isinstance(self.tries, int) and self.tries >= 0
+        if not (self.verdict in STATES and is_count and all(isinstance(x, str) for x in texts)):
+            raise TypeError(f"{asdict(self)} is no verdict")
+
     @property
     def state(self) -> str:
         """The last verdict, or "passed" from the first pass on."""
@@ -79,7 +86,7 @@ def _keep_verdict(lab: str, exercise: str, verdict: str) -> None:
 
     def add_to(kept: dict[str, dict[str, ExerciseProgress]]) -> None:
         exercises = kept.setdefault(lab, {})
-        before = exercises.get(exercise, ExerciseProgress("", ""))
+        before = exercises.get(exercise, ExerciseProgress("not attempted", ""))
         exercises[exercise] = before.with_verdict(verdict, when)
 
     add_to(_process_verdicts)
@@ -125,20 +132,12 @@ def verdicts_from_json(
         problem = f"version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}"
         raise LabError(f"{path}: {problem}; {FIX}")
     try:
-        kept = {
+        return {
             lab: {name: ExerciseProgress(**fields) for name, fields in exercises.items()}
             for lab, exercises in content["verdicts"].items()
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise LabError(f"{path}: holds no verdicts ({error}); {FIX}") from None
-    # The dataclass takes values of any type, and a person may have edited the file.
-    for lab, exercises in kept.items():
-        for name, each in exercises.items():
-            texts = (each.verdict, each.when, each.first_passed)
-            is_count = isinstance(each.tries, int) and each.tries >= 0
-            if not (each.verdict in STATES and is_count and all(isinstance(x, str) for x in texts)):
-                raise LabError(f"{path}: {lab}.{name} = {asdict(each)} is no verdict; {FIX}")
-    return kept
 
 
 def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
