@@ -122,6 +122,13 @@ def check_sharded_convolution() -> Finding:
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, labs)
 
 
+def check_torch_features() -> Finding:
+    """Check for features of a later torch, which only skipped tests need."""
+    if found := requirements.torch_feature_problem():
+        return Finding("NOTE", "Older PyTorch", found, labs="no lab, tests of it are skipped")
+    return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
+
+
 def check_private_names() -> Finding:
     """Check the private names of torch that labkit uses; a newer torch may have moved some."""
     what, missing = "Private names of PyTorch", torch_private.missing_names()
@@ -223,7 +230,7 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS = (check_sharded_convolution, check_private_names, check_gpus)
+TORCH_CHECKS = (check_sharded_convolution, check_torch_features, check_private_names, check_gpus)
 OTHER_CHECKS = (
     *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder, check_jupyter),
 )

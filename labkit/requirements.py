@@ -14,6 +14,14 @@ LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/host
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
+def torch_feature_problem() -> str:
+    """Return what this torch cannot do, though only a skipped test needs it; "" for nothing."""
+    if torch_version() >= (2, 13):
+        return ""
+    what = "sequence parallelism over a sequence that the ranks cannot share evenly"
+    return f"{what} needs torch 2.13 (pytorch/pytorch#143748)"
+
+
 def usable_cores() -> list[int]:
     """Return the CPU cores that this process may use, which can be fewer than the machine has."""
     # macOS has no affinity of processes to cores.

@@ -56,6 +56,14 @@ def test_broken_convolution_is_known_by_version(monkeypatch, version, says):
     assert finding.status == "NOTE" and says in finding.detail
 
 
+@pytest.mark.parametrize(("version", "status"), [((2, 11), "NOTE"), ((2, 12), "NOTE"), ((2, 13), "OK")])
+def test_what_an_older_torch_cannot_do_is_listed_with_its_issue(monkeypatch, version, status):
+    monkeypatch.setattr(requirements, "torch_version", lambda: version)
+    finding = doctor.check_torch_features()
+    assert finding.status == status
+    assert ("needs torch 2.13 (pytorch/pytorch#143748)" in finding.detail) == (status == "NOTE")
+
+
 @pytest.mark.parametrize(("version", "status"), [("2.10.2", "FAIL"), ("2.11.0", "OK"), ("3.0.0", "OK")])
 def test_old_torch_fails(monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)

@@ -15,7 +15,7 @@ from labkit.models.mlp import MLPStack
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import apply_fsdp2
 from labkit.parallel.tensor_parallel import apply_tensor_parallel
-from labkit.requirements import torch_version
+from labkit.requirements import torch_feature_problem
 
 
 @dataclass
@@ -36,8 +36,7 @@ CASES = {
     "tensor_checkpointing": Case(sequence_parallel=False, use_checkpointing=True),
     "sequence_checkpointing": Case(sequence_parallel=True, norm=True, use_checkpointing=True),
 }
-NEEDS = "a sequence that the ranks cannot share evenly needs torch 2.13 (pytorch/pytorch#143748)"
-MISSING = {"sequence_uneven": NEEDS if torch_version() < (2, 13) else ""}
+MISSING = {"sequence_uneven": torch_feature_problem()}
 """Why a case cannot run with the installed torch, "" where it can."""
 
 
