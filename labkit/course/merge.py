@@ -127,7 +127,8 @@ def _sort_cells(
 
 def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult) -> Cell:
     """Return the learner's cell with new metadata, or the new cell if only its text is new."""
-    if before is not None and mine.source != cell.source:
+    is_same = (mine.cell_type, mine.source) == (cell.cell_type, cell.source)
+    if before is not None and not is_same:
         if mine.source == before.source:
             merged.changed += 1
             return copy.deepcopy(cell)
