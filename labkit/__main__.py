@@ -6,10 +6,9 @@
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096  # memory, traffic
     python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x  # step time
     python -m labkit plan decoder --model llama_2_7b --world-size 16 64  # what fits?
-    python -m labkit show runs/<a run's folder>   # the table of an earlier run
 
     python -m labkit runs                         # the newest runs; --program NAME, --limit 100
-    python -m labkit runs show a1b2c3             # one of them, by the end of its name
+    python -m labkit show a1b2c3                  # one of them, by the end of its name, or a path
     python -m labkit runs compare a1b2c3 d4e5f6   # parameters and values side by side
     python -m labkit runs prune --keep 100        # remove older ones; --older-than 30 days
 
@@ -34,7 +33,6 @@ import json as json_module
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
@@ -59,11 +57,7 @@ RUN = tyro.conf.arg(
 
 @dataclass
 class RunCommand:
-    """Launch a rank program and print its summary. Options follow the program's name, its own among
-    them.
-
-    ``run PROGRAM --help`` lists the parameters of a program.
-    """
+    """Launch a rank program and print its summary; ``run PROGRAM --help`` lists its parameters."""
 
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
     """A name in launch/, or the path of a Python file."""
@@ -138,11 +132,7 @@ def program_commands() -> dict[str, Any]:
 def parse_run_command(
     program: str, words: Sequence[str], name: str = "run"
 ) -> tuple[Any, dict[str, Any]]:
-    """Parse the options of the command called ``name``, and those of the program from its Config.
-
-    The parameters are those that differ from the defaults, each with its values in a tuple if the
-    command takes lists.
-    """
+    """Parse a command's options, and the program's parameters that are not at their defaults."""
     path, _ = find_program(program)
     kind, prog = program_commands()[name], f"{PROG} {name}"
     config_class = config.read_config(path)
@@ -153,22 +143,16 @@ def parse_run_command(
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.cli_dataclass(
-        config_class, words, without=[each.name for each in fields(kind)]
-    )
-    if kind.takes_lists:
-        options = config.cli_list_dataclass(options)
+    own = {each.name for each in fields(kind)}
+    options = config.cli_dataclass(config_class, words, own, kind.takes_lists)
     # The help shows the program's parameters in a group of their own, without a prefix.
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     parameters: Any = Annotated[options, tyro.conf.OmitArgPrefixes, its_own]
-    combined = make_dataclass(
-        kind.__name__.removesuffix("Command"),
-        [
-            ("program", tyro.conf.Suppress[str], field(default=program)),
-            ("parameters", parameters, field(default_factory=options)),
-        ],
-        bases=(kind,),
-    )
+    added = [
+        ("program", tyro.conf.Suppress[str], field(default=program)),
+        ("parameters", parameters, field(default_factory=options)),
+    ]
+    combined = make_dataclass(kind.__name__.removesuffix("Command"), added, bases=(kind,))
     about = kind.about.format(program=program)
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
     defaults, values = vars(options()), vars(command.parameters)
@@ -179,15 +163,6 @@ def execute_command(command: Any, parameters: dict[str, Any]) -> int:
     """Run a command like RunCommand with the program's parameters; return the exit status."""
     own = {name: value for name, value in vars(command).items() if name != "parameters"}
     return command.execute(**own, **parameters)
-
-
-def show_run_summary(folder: tyro.conf.Positional[Path]) -> None:
-    """Show the summary of an earlier run.
-
-    Args:
-        folder: The run's folder, such as runs/20260102-030405-convnext_spatial-a1b2.
-    """
-    print(labkit.load(folder).summary().to_string())
 
 
 def list_runs(program: str | None = None, limit: int = 20) -> None:
@@ -247,7 +222,7 @@ def prune_runs(
 
 
 def _confirm_removal() -> bool:
-    """Ask, and return whether the answer is yes; raise ParameterError without a terminal."""
+    # A script must not wait for an answer that no one gives.
     if not sys.stdin.isatty():
         raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
     try:
@@ -270,7 +245,7 @@ def print_diagnosis(json: bool = False) -> int:
 
 TOP_COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunCommand,
-    "show": show_run_summary,
+    "show": show_run,
     "doctor": print_diagnosis,
     "runs": list_runs,
 }

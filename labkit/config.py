@@ -29,7 +29,7 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -75,10 +75,7 @@ NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
 def read_config(program: Path) -> type[Any] | None:
-    """Read the class Config of a rank program without running the program; None without one.
-
-    ParameterError names the line of a field without default, or of a type that JSON cannot carry.
-    """
+    """Read the class Config of a rank program without running the program; None without one."""
     config_class = program_source.compile_config(program)
     if config_class is not None:
         fields = init_fields(config_class)
@@ -105,6 +102,7 @@ def _field_problem(field: dataclasses.Field[Any]) -> str:
     return ""
 
 
+# JSON carries these types, and a command line can give them.
 def _is_allowed(wanted: Any) -> bool:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
@@ -119,8 +117,8 @@ def build_config(
 ) -> ConfigType:
     """Build a Config: its defaults, the preset's values over them, and ``parameters`` over those.
 
-    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses an
-    unknown name, or a value of the wrong type, or outside its limits or choices.
+    ``world_size`` is for ``Config.validate``; None skips that check. ParameterError refuses a name
+    or a value.
     """
     known = init_fields(config_class)
     converted = {}
@@ -153,6 +151,7 @@ def unknown_name_error(config_class: type[Any], name: str) -> ParameterError:
 
 def validate(config: Any, world_size: int) -> None:
     """Check fields that are not at their defaults, then call ``Config.validate``, if any."""
+    # A cell or a test may have built the Config itself, past build_config.
     for name, field in init_fields(type(config)).items():
         value = getattr(config, name)
         if value != default_value(field):
@@ -170,9 +169,7 @@ def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Raise ParameterError unless a notebook's parameter is of this kind and within these Limits;
-    ``because`` says what in the notebook needs that.
-    """
+    """Raise ParameterError unless a notebook's parameter is of this kind, within these Limits."""
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:
         convert(value, wanted)
@@ -187,9 +184,7 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 
 
 def config_params(config: Any) -> dict[str, Any]:
-    """Return the values of a Config by name, from which ``build_config`` makes an equal one; raise
-    ParameterError for one that JSON cannot carry, such as NaN.
-    """
+    """Return the values of a Config by name; ParameterError for one that JSON cannot carry: NaN."""
     params = {}
     for name, field in init_fields(type(config)).items():
         value = params[name] = _convert_parameter(name, getattr(config, name), field.type)
@@ -257,10 +252,7 @@ def _short_repr(value: Any) -> str:
 
 
 def convert(value: Any, wanted: Any) -> Any:
-    """Convert a value to the wanted type: int to float, list to tuple, numpy values to Python's.
-
-    Raises ValueError for another type, outside the limits, or for none of a Literal's choices.
-    """
+    """Convert a value: int to float, list to tuple, numpy's to Python's; ValueError if refused."""
     given = value
     if type(value).__module__ == "numpy":
         value = value.tolist()
@@ -329,52 +321,34 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigTyp
 
 
 def cli_dataclass(
-    config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()
+    config_class: type[Any],
+    argv: Sequence[str],
+    without: Collection[str] = (),
+    takes_lists: bool = False,
 ) -> type[Any]:
-    """Return the fields as a dataclass for tyro, which shows their docstrings and limits as help.
+    """Return the fields not in ``without`` as a dataclass for tyro, their docstrings as its help.
 
-    The defaults are those of the preset that ``argv`` names; fields in ``without`` are left out.
+    The defaults are those of the preset that ``argv`` names. With ``takes_lists`` each field takes
+    several values, by default none, and fields that are tuples are left out.
     """
     import tyro
 
-    known = init_fields(config_class)
-    _refuse_options_of_siblings(config_class, argv, {*known, *without})
     # Only the preset is read here, before tyro reads everything, because it decides the defaults.
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
     docs = program_source.read_field_docs(config_class)
     fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
-    for name, field in known.items():
-        if name in without:
-            continue
+    for name, field in init_fields(config_class).items():
         limits = [f"({type_name(field.type)})"] if "Limits(" in str(field.type) else []
         about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
+        wanted: Any = Annotated[field.type, about]
         value = chosen.get(name, default_value(field))
-        default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
-        fields.append((name, Annotated[field.type, about], default))
+        if takes_lists:
+            # Without the limits, which would apply to the tuple; each value is checked later.
+            wanted, value = Annotated[tuple[typing.get_args(wanted)[0], ...], about], ()
+        is_tuple = typing.get_origin(field.type) is tuple
+        if name not in without and not (takes_lists and is_tuple):
+            default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
+            fields.append((name, wanted, default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
-
-
-def _refuse_options_of_siblings(
-    config_class: type[Any], argv: Sequence[str], known: set[str]
-) -> None:
-    """Refuse an unknown option that another program has, which tyro cannot know."""
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        is_unknown = word.startswith("--") and name not in known
-        if is_unknown and program_source.find_sibling_programs(config_class, name):
-            raise unknown_name_error(config_class, name)
-
-
-def cli_list_dataclass(read: type[Any]) -> type[Any]:
-    """Let each field of a ``cli_dataclass`` take several values, by default none; drop tuples."""
-    fields: list[Any] = []
-    wanted: Any
-    for field in dataclasses.fields(read):
-        # Limits that involve several fields are checked later, for each value.
-        wanted, *_, about = typing.get_args(field.type)
-        if typing.get_origin(wanted) is not tuple:
-            several = Annotated[tuple[wanted, ...], about]
-            fields.append((field.name, several, dataclasses.field(default=())))
-    return dataclasses.make_dataclass(read.__name__, fields)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,24 +62,20 @@ class Diagnosis:
 
     def __str__(self) -> str:
         failed = sum(finding.status == "FAIL" for finding in self.findings)
-        verdict = "Every lab can run here."
-        if failed:
-            verdict = f"{failed} to mend before every lab can run here."
+        to_mend = f"{failed} to mend before every lab can run here."
+        verdict = to_mend if failed else "Every lab can run here."
         return "\n".join([*map(str, self.findings), verdict])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [["", "what", "seen", "fix", "labs"]]
+        cell = '<td style="text-align:left">'
+        table = f"<tr>{cell}{cell}what{cell}seen{cell}fix{cell}labs"
         for finding in self.findings:
             status, *texts = asdict(finding).values()
             label = f'<b style="color:{COLOURS[status]}">{status}</b>'
-            rows.append([label, *map(html.escape, texts)])
-        lines = ""
-        for row in rows:
-            cells = "".join(f'<td style="text-align:left">{cell}</td>' for cell in row)
-            lines += f"<tr>{cells}</tr>"
-        return f"<table>{lines}</table>"
+            table += f"<tr>{cell}" + cell.join([label, *map(html.escape, texts)])
+        return f"<table>{table}</table>"
 
 
 def check_python() -> Finding:
@@ -117,8 +113,7 @@ def display_path(path: str | Path) -> str:
 
 def check_sharded_convolution() -> Finding:
     """Check DTensor's own convolution on sharded images, which has been wrong on every version."""
-    version = parse_version(torch_private.TORCH_VERSION)
-    seen = "wrong"
+    version, seen = parse_version(torch_private.TORCH_VERSION), "wrong"
     if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}:
         seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
     why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
@@ -138,14 +133,12 @@ def check_private_names() -> Finding:
     """Check the private names of torch that labkit uses; a newer torch may have moved some."""
     what, missing = "Private names of PyTorch", torch_private.missing_names()
     if not missing:
-        return Finding(
-            "OK", what, f"all {len(torch_private.PRIVATE_NAMES)} that labkit uses are here"
-        )
+        detail = f"all {len(torch_private.PRIVATE_NAMES)} that labkit uses are here"
+        return Finding("OK", what, detail)
     detail = f"{len(missing)} moved: {', '.join(each.path for each in missing)}"
     fix = f"pip install torch=={torch_private.SEEN[-1]}"
-    return Finding(
-        "FAIL", what, detail, fix, "; ".join(dict.fromkeys(each.lost for each in missing))
-    )
+    lost = dict.fromkeys(each.lost for each in missing)
+    return Finding("FAIL", what, detail, fix, "; ".join(lost))
 
 
 def check_compiler() -> Finding:
@@ -160,6 +153,7 @@ def check_compiler() -> Finding:
 
 def check_cores() -> Finding:
     """Check the number of cores that this process may use."""
+    # A container or taskset may allow fewer than the machine has.
     cores = len(requirements.usable_cores())
     if cores < 2:
         fix = "none needed: ranks take turns, so timings show mechanism, not speed"
@@ -169,13 +163,12 @@ def check_cores() -> Finding:
 
 def check_memory() -> Finding:
     """Check the free memory."""
-    memory = psutil.virtual_memory()
-    available, total = memory.available, memory.total
+    memory, limit_file = psutil.virtual_memory(), Path("/sys/fs/cgroup/memory.max")
+    total = memory.total
     # A container's limit is below the machine's memory.
-    limit_file = Path("/sys/fs/cgroup/memory.max")
     if limit_file.exists() and (limit := limit_file.read_text().strip()).isdigit():
         total = min(total, int(limit))
-        available = min(available, total)
+    available = min(memory.available, total)
     detail = f"{available / GIB:.1f} GiB free of {total / GIB:.1f}"
     # A small rank takes about 0.4 GiB, and a lab starts up to four beside the notebook's process.
     if available < 3 * GIB:
@@ -199,32 +192,18 @@ def check_gpus() -> Finding:
 
 def check_loopback() -> Finding:
     """Check the interface over which ranks of one machine communicate."""
-    problem = ""
-    interfaces = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if requirements.LOOPBACK in [each.address for each in addresses]
-    ]
-    if not interfaces:
+    addresses = [each.address for group in psutil.net_if_addrs().values() for each in group]
+    if requirements.LOOPBACK not in addresses:
         problem = f"no interface holds {requirements.LOOPBACK}"
-    elif answer := requirements.loopback_problem():
-        problem = f"{interfaces[0]}: {answer}"
+    else:
+        problem = requirements.loopback_problem()
     try:
         address = socket.gethostbyname("localhost")
     except OSError as error:
         problem = problem or f"localhost has no address: {error}"
     if problem:
         return Finding("FAIL", "Loopback", problem, requirements.LOOPBACK_FIX, EVERY_LAB)
-    return Finding("OK", "Loopback", f"{interfaces[0]}; localhost is {address}")
-
-
-def check_chromium() -> Finding:
-    """Check for the browser that tests/browser drives, which no lab needs."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return Finding("OK", "Chromium", path)
-    detail, fix = "none: tests/browser is skipped", "apt-get install chromium"
-    return Finding("NOTE", "Chromium", detail, fix, "no lab, browser tests only")
+    return Finding("OK", "Loopback", f"{requirements.LOOPBACK} answers; localhost is {address}")
 
 
 def check_jupyter() -> Finding:
@@ -239,6 +218,7 @@ def check_jupyter() -> Finding:
 def check_runs_folder() -> Finding:
     """Check that runs can be recorded in their folder."""
     folder = runs_folder()
+    # Only writing a file tells whether a full or read-only disk takes one.
     try:
         private_files.make_private_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -250,13 +230,9 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-Check = Callable[[], Finding]
-TORCH_CHECKS: tuple[Check, ...] = (
-    *(check_sharded_convolution, check_torch_features, check_private_names, check_gpus),
-)
-OTHER_CHECKS: tuple[Check, ...] = (
-    *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder),
-    *(check_jupyter, check_chromium),
+TORCH_CHECKS = (check_sharded_convolution, check_torch_features, check_private_names, check_gpus)
+OTHER_CHECKS = (
+    *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder, check_jupyter),
 )
 
 

@@ -42,9 +42,6 @@ class RankFailed(LabError):
     Attributes:
         rank: the global rank that failed first, or -1 if torchrun failed before any rank did.
         exc_type: class of its exception ("ValueError"), a signal ("SIGKILL"), or "exit status 3".
-        message: the exception's text.
-        traceback: the rank's traceback, or "".
-        log: the file with this rank's output.
     """
 
     def __init__(self, rank: int, exc_type: str, message: str, traceback: str, log: Path):

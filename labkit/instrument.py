@@ -36,10 +36,7 @@ Function = Callable[..., Any]
 def reduce_scatter_with_assert(
     original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Check the output buffer of a reduce-scatter, then run it; for ``patch_reduce_scatter``.
-
-    ``assert_fn`` raises if the output's dtype or shape is wrong; its values are not there yet.
-    """
+    """Call ``assert_fn`` with a reduce-scatter's output, still without values, then run it."""
     output = args[0] if args else kwargs.get("output")
     if output is None:
         rule = "a reduce-scatter needs output first or by name"
@@ -129,23 +126,24 @@ def _barrier_if_distributed() -> None:
         dist.barrier()
 
 
-# The two names of a collective are those in torch 2.13 and in 2.11.
+# FSDP2's collectives; of two names, the first is that in torch 2.13, the second that in 2.11.
+# new(output, shard, group=…, async_op=…)
 patch_all_gather = partial(_patch_functions, "", "all_gather_single all_gather_into_tensor")
-"""FSDP2's all-gather: ``new(output, shard, group=…, async_op=…)``."""
+# new(output=…, input=…, op=…, group=…, async_op=…)
 patch_reduce_scatter = partial(_patch_functions, "", "reduce_scatter_single reduce_scatter_tensor")
-"""FSDP2's reduce-scatter: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
+# new(tensor, op, group, async_op)
 patch_all_reduce = partial(_patch_functions, "", "all_reduce")
-"""``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
+
+# Methods of a unit of FSDP2, which gather it, free it, and reduce its gradients.
+# new(unit, async_op=False)
 patch_unshard = partial(_patch_functions, "FSDPParamGroup", "unshard")
-"""The method that gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
+# new(unit)
 patch_reshard = partial(_patch_functions, "FSDPParamGroup", "reshard")
-"""The method that frees a gathered unit of FSDP2: ``new(unit)``."""
+# new(unit, *unused)
 patch_post_backward = partial(_patch_functions, "FSDPParamGroup", "post_backward")
-"""The method that reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
+
+# The autograd node that calls post_backward: new(ctx, *gradients), with ctx.param_group. A unit
+# whose inputs need no gradient, such as the first, has no such node.
 patch_register_post_backward_hook_backward = partial(
     _patch_functions, "RegisterPostBackwardFunction", "backward"
 )
-"""The autograd node that calls post_backward: ``new(ctx, *gradients)``, with ``ctx.param_group``.
-
-A unit whose inputs need no gradient, such as the first, has no such node.
-"""

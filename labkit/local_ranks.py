@@ -12,13 +12,7 @@ from torch.distributed.tensor import Placement, distribute_tensor
 def shards_by_rank(
     tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[int, numpy.ndarray]:
-    """Return the local tensor of every rank of a mesh, by rank.
-
-    Args:
-        tensor: the whole tensor, on the CPU.
-        mesh_shape: sizes of the mesh's axes, such as (4,) or (2, 2).
-        placements: one for each axis.
-    """
+    """Return the shard of a CPU tensor on every rank of a mesh; one placement for each axis."""
     from labkit.torch_private import LocalTensor, LocalTensorMode
 
     if dist.is_initialized():

@@ -36,8 +36,8 @@ _parse_lock = threading.Lock()
 def compile_config(program: Path) -> type[Any] | None:
     """Compile the class Config of a rank program, with what it names above it; None without one.
 
-    The class gets ``program_file``, ``field_docs``, ``field_lines``, and ``is_loaded``: whether the
-    program reads its Config from the run. ParameterError: it needs what is not above it.
+    It gets ``program_file``, ``field_docs``, ``field_lines``, and ``is_loaded``: does the program
+    read its Config from the run?
     """
     tree = parse_program(program)
     definition = _find_config(tree)

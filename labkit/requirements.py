@@ -15,7 +15,7 @@ COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda i
 
 
 def torch_feature_problem() -> str:
-    """Return why this torch lacks what only a skipped test needs, or "" if it has it."""
+    """Return what this torch cannot do, though only a skipped test needs it; "" for nothing."""
     if torch_version() >= (2, 13):
         return ""
     what = "sequence parallelism over a sequence that the ranks cannot share evenly"

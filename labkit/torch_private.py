@@ -31,14 +31,13 @@ TORCH_VERSION: str
 
 
 class PrivateName(NamedTuple):
-    """One part of torch: its path (``module:attribute`` or a module), what it is needed for, what
-    is lost without it, the part of labkit that uses it, and the versions of torch that have it.
+    """A part of torch by its path (``module:attribute`` or a module), with what it is needed for,
+    what is lost without it, and the versions of torch that have it.
     """
 
     path: str
     why: str
     lost: str
-    room: str
     seen: tuple[str, ...] = SEEN
 
     def resolve(self) -> Any:
@@ -50,11 +49,9 @@ class PrivateName(NamedTuple):
         except (ImportError, AttributeError) as error:
             if isinstance(error, ImportError) and error.name == "torch":
                 raise
-            raise RuntimeError(
-                f"torch {version('torch')} has no {self.path}: it is private and has moved; "
-                f"labkit knows torch {', '.join(self.seen)}: install one of them. "
-                f"Lost without it: {self.lost}"
-            ) from error
+            missing = f"torch {version('torch')} has no {self.path}: it is private and has moved"
+            fix = f"labkit knows torch {', '.join(self.seen)}: install one of them"
+            raise RuntimeError(f"{missing}; {fix}. Lost without it: {self.lost}") from error
 
     def is_there(self) -> bool:
         """Whether this torch has it, as a name or as an attribute of objects."""
@@ -103,6 +100,7 @@ def wrap(name: str, wrapper: Callable[[Any], Any]) -> None:
 
 def missing_names() -> list[PrivateName]:
     """List the entries that the installed torch lacks, except those it is known to lack."""
+    # A version that labkit has not seen should have all of them.
     installed = version("torch").partition("+")[0]
     expected = (each for each in PRIVATE_NAMES if installed in each.seen or installed not in SEEN)
     return [each for each in expected if not each.is_there()]
@@ -110,6 +108,7 @@ def missing_names() -> list[PrivateName]:
 
 @cache
 def _find_entry(name: str) -> PrivateName:
+    # A caller may leave out the leading underscore.
     endings = tuple(f"{separator}{start}{name}" for separator in ".:" for start in ("", "_"))
     found = [each for each in PRIVATE_NAMES if each.path == name or each.path.endswith(endings)]
     if len(found) != 1:
@@ -121,9 +120,8 @@ def _find_entry(name: str) -> PrivateName:
 
 MEMORY_TRACKER_MODULE = "torch.distributed._tools.mem_tracker"
 COMPILED_AUTOGRAD_MODULE = "torch._dynamo.compiled_autograd"
-# Each of these imports the compiler, which takes about half a second.
+# Each imports the compiler in about half a second, so a warm process does it once for all ranks.
 SLOW_MODULES = (MEMORY_TRACKER_MODULE, "torch._inductor.compile_fx", COMPILED_AUTOGRAD_MODULE)
-"""Modules that a warm process imports once for all its ranks."""
 
 _DEVICE_FUNCTIONS = (
     "synchronize empty_cache set_stream reset_accumulated_memory_stats current_stream "
@@ -171,10 +169,8 @@ torch.distributed.distributed_c10d
 torch:ScriptObject._type: tells a process group among the arguments of a collective
 torch.utils._python_dispatch:TorchDispatchMode: sees every operator and collective
 torch.utils._pytree
-    tree_flatten: the tensors in nested arguments, with the structure
-    tree_flatten_with_path: the tensors in nested arguments, with the place of each
+    tree_flatten tree_flatten_with_path tree_leaves tree_map_only: the tensors in nested arguments
     tree_unflatten: rebuilds the structure
-    tree_leaves tree_map_only: the tensors in nested arguments
     keystr: the place of a tensor as text
 
 [session] memory by category: labs 2, 3, 5 and 6
@@ -286,8 +282,7 @@ torch.distributed.device_mesh
 torch.distributed
     init_process_group new_group: replaced: whatever its backend, a group sends nothing
     is_nccl_available: replaced: programs are told yes
-    Reducer Logger: replaced: DDP's C++ works on memory
-    _verify_params_across_processes: replaced: it compares values
+    Reducer Logger _verify_params_across_processes: replaced: DDP's C++ works on memory
     _register_comm_hook _register_builtin_comm_hook: replaced: a hook of DDP cannot be simulated
     _compute_bucket_assignment_by_size: DDP's buckets in the order of the first backward pass
 torch.nn.parallel:DistributedDataParallel.__init__: replaced: it refuses a GPU that is not there
@@ -303,8 +298,7 @@ torch.distributed._tools.mem_tracker:MemTracker
     _update_peak_stats: replaced: a peak of many steps
     _post_fw_hook _pre_bw_hook _post_bw_hook: replaced: models may come and go
     _WINFO: what is there before the step
-    _curr_mem_snap: bytes now
-    _peak_mem_snap _peak_mem: bytes at the peak
+    _curr_mem_snap _peak_mem_snap _peak_mem: bytes now and at the peak
 torch.distributed._tools.mod_tracker
     ModTracker._known_modules: the models of a program that does not use labkit
 torch.distributed._tools.common_utils:get_untyped_storages: the memory behind a tensor
@@ -335,34 +329,31 @@ torch.amp:autocast.__init__ torch.utils._device:DeviceContext.__init__: replaced
 
 
 def _read_table() -> Iterator[PrivateName]:
-    room = lost = owner = ""
+    lost = owner = ""
     for line in filter(None, _TABLE.splitlines()):
         names, _, why = line.partition(": ")
         first, *others = names.split()
         if line.startswith("["):
-            room, _, lost = line[1:].partition("] ")
+            lost = line.partition("] ")[2]
         elif line.startswith(" "):
             separator = "." if ":" in owner else ":"
             for name in (first, *others):
-                yield PrivateName(f"{owner}{separator}{name}", why, lost, room)
+                yield PrivateName(f"{owner}{separator}{name}", why, lost)
         else:
             owner, module = first, first.partition(":")[0]
             for name in (first, *others) if why else ():
                 path = name if name == first or ":" in name else f"{module}:{name}"
-                yield PrivateName(path, why, lost, room)
-    for path in SLOW_MODULES:
-        yield PrivateName(path, "imported once for all ranks", "every run", "launcher")
+                yield PrivateName(path, why, lost)
+    # The loop ends with the table's last section, that of simulations.
     for path in MESH_FACTORIES:
-        yield PrivateName(path, "replaced: a mesh is made of values in tensors", lost, room)
-    for module, functions in DEVICE_FUNCTIONS.items():
-        for name in functions:
-            # torch 2.11 has no torch.accelerator.empty_host_cache.
-            seen = SEEN[1:] if name == "empty_host_cache" else SEEN
-            why = "replaced: a simulated rank has a GPU"
-            yield PrivateName(f"torch:{module}.{name}", why, lost, room, seen)
-    for name in DEVICE_QUESTIONS:
-        why = "replaced: programs are told that a simulated rank has a GPU"
-        yield PrivateName(f"torch:{name}", why, lost, room)
+        yield PrivateName(path, "replaced: a mesh is made of values in tensors", lost)
+    device_names = [f"{kind}.{name}" for kind, names in DEVICE_FUNCTIONS.items() for name in names]
+    for name in (*device_names, *DEVICE_QUESTIONS):
+        # torch 2.11 has no torch.accelerator.empty_host_cache.
+        seen = SEEN[1:] if name.endswith("empty_host_cache") else SEEN
+        yield PrivateName(f"torch:{name}", "replaced: a simulated rank has a GPU", lost, seen)
+    for path in SLOW_MODULES:
+        yield PrivateName(path, "imported once for all ranks", "every run")
 
 
 PRIVATE_NAMES = tuple(_read_table())

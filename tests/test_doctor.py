@@ -97,11 +97,6 @@ def test_misspelt_cxx_is_named(monkeypatch):
     assert finding.status == "FAIL" and "g+++" in finding.detail
 
 
-def test_no_chromium_is_only_noted(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.check_chromium().status == "NOTE"
-
-
 def test_missing_jupyter_package_is_named(monkeypatch):
     monkeypatch.setattr(doctor, "JUPYTER_PACKAGES", ("jupyterlab", "no_such_package"))
     finding = doctor.check_jupyter()

@@ -61,7 +61,7 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
     for name, why in {
         "broken": "not JSON",
         "foreign": "not made by `python -m labkit export`",
-        "binary": "broken, not JSON",
+        "binary": "not JSON",
         "nameless": "its name, version or time is missing",
         "odd": "holds no verdicts",
         "missing": "cannot be read",

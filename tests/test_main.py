@@ -147,7 +147,7 @@ def test_a_program_without_config_takes_no_parameters(tmp_path, capsys):
         ([], "run, show, doctor"),
         (["run"], "PROGRAM"),
         (["run", "nothing_so_called"], "no program is called 'nothing_so_called'. Give the path of a .py file or one"),
-        (["show"], "The run's folder"),
+        (["show"], "its folder's name"),
         (["doctor", "--steps", "3"], "Unrecognized options: --steps, 3"),
     ],
 )

@@ -23,7 +23,7 @@ TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PR
 OTHERS = {"_exit", "_shutdown", "_run_exitfuncs", "_clear", "_registry", "_exitfunc"}
 OTHERS |= {"_exit_function", "_getframe", "_render_traceback_", "_repr_mimebundle_"}
 """Private names of Python and of IPython."""
-BROKEN = PrivateName("torch.distributed:_no_such_name", "a test", "the test of labs", "test")
+BROKEN = PrivateName("torch.distributed:_no_such_name", "a test", "the test of labs")
 
 
 @pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=[each.path for each in PRIVATE_NAMES])
@@ -45,7 +45,7 @@ def test_this_torch_has(entry):
     ],
 )
 def test_a_misspelt_name_is_missed(path, monkeypatch):
-    entry = PrivateName(path, "a test", "nothing", "test")
+    entry = PrivateName(path, "a test", "nothing")
     assert not entry.is_there()
     monkeypatch.setattr(torch_private, "PRIVATE_NAMES", (PRIVATE_NAMES[0], entry))
     assert torch_private.missing_names() == [entry]

@@ -75,6 +75,7 @@ def export_progress(
     """
     known = _load_verdicts(folder)
     whose = (name if name is not None else _ask_name()).strip()
+    # A name may hold spaces and slashes, its file's name may not.
     plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
@@ -124,6 +125,7 @@ def _print_problems(problems: list[str]) -> int:
     return 1 if problems else 0
 
 
+# The shell leaves the ~ of --folder=~/my as it is.
 def _copies_folder(named: Path | None) -> Path:
     return (named or copies.default_copies_folder()).expanduser().resolve()
 

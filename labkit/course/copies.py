@@ -12,9 +12,7 @@ Files are replaced atomically, and an earlier text is removed only after the new
 Each function raises LabError if the folder is not writable.
 """
 
-import contextlib
 import datetime
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,14 @@ from labkit.course.lab_catalog import Lab
 from labkit.course.merge import merge_notebooks
 from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import LABKIT_FOLDER_NAME, workspace_folder, write_text
+from labkit.runs.folder import (
+    LABKIT_FOLDER_NAME,
+    explain_write_errors,
+    workspace_folder,
+    write_text,
+)
+
+FIX = "make room, mend its permissions, or take another folder with --folder"
 
 
 def default_copies_folder() -> Path:
@@ -38,7 +43,7 @@ def _pristine_path(folder: Path, lab: Lab) -> Path:
 def make_copies(folder: Path) -> list[Lab]:
     """Make a copy of every lab that has none, and return these labs."""
     missing = [lab for lab in lab_catalog.all_labs() if not (folder / lab.path.name).exists()]
-    with _explain_write_errors(folder):
+    with explain_write_errors(folder, FIX):
         for lab in missing:
             _write_copy(folder, lab)
     return missing
@@ -47,7 +52,7 @@ def make_copies(folder: Path) -> list[Lab]:
 def reset_copy(lab: Lab, folder: Path) -> Path | None:
     """Make a fresh copy, and return where an earlier one is kept, if there was one."""
     kept = None
-    with _explain_write_errors(folder):
+    with explain_write_errors(folder, FIX):
         if (folder / lab.path.name).exists():
             kept = _free_backup_path(folder, lab)
             (folder / lab.path.name).rename(kept)
@@ -55,6 +60,7 @@ def reset_copy(lab: Lab, folder: Path) -> Path | None:
     return kept
 
 
+# Two resets in a second must not overwrite each other's copy.
 def _free_backup_path(folder: Path, lab: Lab) -> Path:
     stem = f"{lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path, number = folder / f"{stem}.ipynb", 2
@@ -83,9 +89,7 @@ def labs_to_update(folder: Path) -> list[Lab]:
 
 
 def update_copies(folder: Path) -> tuple[list[str], list[str]]:
-    """Bring what is new in the notebooks into the copies; return for each updated lab what was
-    done and what was left, and for each other lab what to do.
-    """
+    """Update all copies; return what was done and left for each, and what to do for the others."""
     made = make_copies(folder)
     said, problems = [f"{lab.name}: a new copy" for lab in made], []
     for lab in lab_catalog.all_labs():
@@ -108,7 +112,8 @@ def _update_copy(folder: Path, lab: Lab) -> str:
     if base == new:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
-    with _explain_write_errors(folder):
+    with explain_write_errors(folder, FIX):
+        # If a merge went wrong, this is the way back.
         earlier = folder / LABKIT_FOLDER_NAME / "earlier" / lab.path.name
         earlier.parent.mkdir(parents=True, exist_ok=True)
         write_text(earlier, copy.read_text(encoding="utf-8"))
@@ -130,13 +135,3 @@ def _read_notebook(path: Path) -> Any:
         first = (str(error).splitlines() or [""])[0][:200]
         fix = f"mend it, or keep it beside and begin again: python -m labkit reset {path.stem}"
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None
-
-
-@contextlib.contextmanager
-def _explain_write_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"{folder}: no copies can be written there ({error.strerror})"
-        fix = "make room, mend its permissions, or take another with --folder"
-        raise LabError(f"{what}; {fix}") from error

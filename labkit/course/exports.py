@@ -1,9 +1,7 @@
 """One file with a learner's verdicts for a teacher, and many such files as one table."""
 
-import contextlib
 import datetime
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -11,9 +9,11 @@ from typing import Any
 
 from labkit.course import lab_catalog, verdict_store
 from labkit.errors import LabError
-from labkit.runs.folder import write_json, write_text
+from labkit.runs.folder import explain_write_errors, read_json, write_json, write_text
 
 EXPORT_KIND = "labkit progress"
+EXPORT_FIX = "Ask for a new export"
+FIX = "give another file"
 # A spreadsheet evaluates a cell that begins with one of these.
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
 PAGE_CSS = (
@@ -50,24 +50,21 @@ def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> Non
         "labkit": versions[0] if versions else "unknown",
         **verdict_store.verdicts_to_json(verdicts),
     }
-    with _explain_write_errors(path):
+    with explain_write_errors(path, FIX):
         write_json(path, content)
 
 
 def read_export(path: Path) -> Export:
     """Read a learner's file; raise LabError if it is unreadable, or not an export."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LabError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise LabError(f"{path}: broken, not JSON ({error}); ask for a new export") from None
-    if not isinstance(content, dict) or content.get("kind") != EXPORT_KIND:
+    # read_json takes a file that does not exist for an empty one.
+    if not path.exists():
+        raise LabError(f"{path}: cannot be read, there is no such file")
+    content = read_json(path, EXPORT_FIX)
+    if content.get("kind") != EXPORT_KIND:
         raise LabError(f"{path}: not made by `python -m labkit export`")
     name, when, version = (str(content.get(field) or "") for field in ("name", "when", "labkit"))
     if not (name and version and _parse_time(when)):
-        problem = "broken, its name, version or time is missing; ask for a new export"
-        raise LabError(f"{path}: {problem}")
+        raise LabError(f"{path}: broken, its name, version or time is missing. {EXPORT_FIX}")
     verdicts = verdict_store.verdicts_from_json(content, path)
     return Export(name, when, version, verdicts, path)
 
@@ -106,6 +103,7 @@ def progress_frame(exports: Sequence[Export]) -> Any:
         for lab in lab_catalog.all_labs()
         for each in lab.exercises
     }
+    # A learner who has checked nothing has a row, too, and every exercise of today a column.
     by_learner = {}
     for one in exports:
         states = by_learner[one.name] = dict.fromkeys(columns, "")
@@ -123,7 +121,7 @@ def progress_frame(exports: Sequence[Export]) -> Any:
 def write_csv(frame: Any, path: Path) -> None:
     """Write the table for a spreadsheet, with formulas in a learner's text escaped."""
     plain = frame.reset_index().map(_escape_formula).rename(columns=_escape_formula)
-    with _explain_write_errors(path):
+    with explain_write_errors(path, FIX):
         write_text(path, plain.to_csv(index=False))
 
 
@@ -141,14 +139,6 @@ def write_html(frame: Any, path: Path) -> None:
     rows = frame.replace(marks).reset_index().to_html(border=0, index=False, justify="left")
     learners = f"{len(frame)} learner{'s' if len(frame) != 1 else ''}"
     legend = f"{verdict_store.LEGEND}; an empty cell was never checked"
-    with _explain_write_errors(path):
-        page = f"{head}<h1>Progress of {learners}</h1><p>{legend}</p>{rows}</html>\n"
+    page = f"{head}<h1>Progress of {learners}</h1><p>{legend}</p>{rows}</html>\n"
+    with explain_write_errors(path, FIX):
         write_text(path, page)
-
-
-@contextlib.contextmanager
-def _explain_write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LabError(f"{path} cannot be written ({error.strerror}): give another file") from None

@@ -15,7 +15,7 @@ from labkit.environment import ENV_RUNS_FOLDER
 from labkit.errors import LabError
 from labkit.requirements import LOOPBACK
 from labkit.runs import private_files
-from labkit.runs.folder import LABKIT_FOLDER_NAME, runs_folder, write_text
+from labkit.runs.folder import LABKIT_FOLDER_NAME, explain_write_errors, runs_folder, write_text
 
 ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 
@@ -23,13 +23,10 @@ ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 def prepare_environment(folder: Path) -> dict[str, str]:
     """Write the configuration, and return the environment for a JupyterLab on this folder."""
     # JupyterLab executes its configuration, so no other user may be able to write one there.
-    try:
-        private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
-        private_files.make_own_folder(folder)
-    except OSError as error:
-        what = f"{error.filename}: {error.strerror}"
-        raise LabError(f"{what}; take another folder with --folder") from None
     ours = folder / LABKIT_FOLDER_NAME / "jupyter"
+    for place in (ours.parent, folder):
+        with explain_write_errors(place, "take another folder with --folder"):
+            private_files.make_own_folder(place)
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, json.dumps({"disabledExtensions": {ANNOUNCEMENTS_PLUGIN: True}}) + "\n")

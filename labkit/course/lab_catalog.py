@@ -64,15 +64,10 @@ def _read_lab(path: Path) -> Lab:
 def find_lab(name: str) -> Lab:
     """Return a lab by the notebook's name, its number, or its short name; else ParameterError."""
     wanted = name.removesuffix(".ipynb")
-    found = []
+    # The number of a lab may be given without its leading zero.
+    wanted = wanted.zfill(2) if wanted.isdigit() else wanted
     for lab in all_labs():
-        if wanted.isdigit():
-            fits = lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
-        else:
-            fits = bool(wanted) and wanted in (lab.name, lab.key)
-        if fits:
-            found.append(lab)
-    if len(found) != 1:
-        there = ", ".join(lab.name for lab in all_labs())
-        raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")
-    return found[0]
+        if wanted and wanted in (lab.name, lab.name.partition("_")[0], lab.key):
+            return lab
+    there = ", ".join(lab.name for lab in all_labs())
+    raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")

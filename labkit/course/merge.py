@@ -25,33 +25,33 @@ MAX_TITLE_LENGTH = 60
 
 @dataclass
 class MergeResult:
-    """The merged notebook; how many untouched cells took a new text, were added and were removed;
-    and a message for each cell that stayed although the notebook's own has changed.
-    """
+    """The merged notebook, and what became of its cells."""
 
     notebook: Notebook
+    # Numbers of cells that the learner had not touched.
     changed: int = 0
     added: int = 0
     removed: int = 0
+    # A message for each cell that stayed although the notebook's own has changed.
     left: list[str] = field(default_factory=list)
 
 
 def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResult:
     """Return the learner's notebook with what is new since ``base``; no argument is modified."""
-    after = _match_cells(base.cells, new.cells)
-    before = {place: base.cells[old] for old, place in after.items()}
-    merged = MergeResult(copy.deepcopy(mine))
-    theirs, own = _place_cells(base.cells, new.cells, merged, after)
-    cells = list(own.get(-1, []))
-    for place, cell in enumerate(new.cells):
-        if place in theirs:
-            cells.append(_merge_cell(before.get(place), cell, theirs[place], merged))
-        elif place not in before:
+    base, merged = copy.deepcopy(base), MergeResult(copy.deepcopy(mine))
+    _rename_cells(base.cells, new.cells, merged.notebook.cells)
+    before = {cell.id: cell for cell in base.cells}
+    theirs, own = _sort_cells(before, {cell.id for cell in new.cells}, merged)
+    cells = list(own.get("", []))
+    for cell in new.cells:
+        if cell.id in theirs:
+            cells.append(_merge_cell(before.get(cell.id), cell, theirs[cell.id], merged))
+        elif cell.id not in before:
             merged.added += 1
             cells.append(copy.deepcopy(cell))
-        elif cell.source != before[place].source:
-            merged.left.append(_conflict_text(before[place], cell, "you removed it"))
-        cells += own.get(place, [])
+        elif cell.source != before[cell.id].source:
+            merged.left.append(_conflict_text(before[cell.id], cell, "you removed it"))
+        cells += own.get(cell.id, [])
     _make_ids_unique(cells, {cell.id for cell in new.cells})
     merged.notebook.cells = cells
     # Cells have ids from nbformat 4.5 on.
@@ -61,14 +61,29 @@ def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResul
     return merged
 
 
-def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
-    """Map indices in ``base`` to ``new``: by id, or by similarity between neighbours."""
-    places = {(cell.cell_type, cell.id): place for place, cell in enumerate(new)}
-    keys = [(cell.cell_type, cell.id) for cell in base]
-    found = {old: places[key] for old, key in enumerate(keys) if key in places}
+# Gives the cells of base and mine the ids that the new notebook has for them.
+def _rename_cells(base: list[Cell], new: list[Cell], mine: list[Cell]) -> None:
+    ids = {cell.get("id") for cell in mine}
+    # Some editors drop ids, so cells without one are found by their text.
+    by_text = {(cell.cell_type, cell.source): cell.id for cell in base if cell.id not in ids}
+    known, new_ids = {cell.id for cell in base}, _match_cells(base, new)
+    for cell in mine:
+        name = cell.get("id", "")
+        if name not in known:
+            name = by_text.pop((cell.cell_type, cell.source), name)
+        cell.id = new_ids.get(name, name)
+    for cell in base:
+        cell.id = new_ids.get(cell.id, cell.id)
+
+
+def _match_cells(base: list[Cell], new: list[Cell]) -> dict[str, str]:
+    """Map ids in ``base`` to ``new``: the same, or that of a similar cell between neighbours."""
+    places = {cell.id: place for place, cell in enumerate(new)}
+    found = {old: places[cell.id] for old, cell in enumerate(base) if cell.id in places}
     for old, cell in enumerate(base):
         if old in found:
             continue
+        # Only what lies between the nearest matched neighbours can be the same cell.
         start = max((place for earlier, place in found.items() if earlier < old), default=-1) + 1
         later = [place for later, place in found.items() if later > old and place >= start]
         free = set(range(start, min(later, default=len(new)))) - set(found.values())
@@ -76,7 +91,7 @@ def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
         best = max(scores, key=lambda place: scores[place], default=-1)
         if scores.get(best, 0) >= MIN_SIMILARITY:
             found[old] = best
-    return found
+    return {base[old].id: new[place].id for old, place in found.items()}
 
 
 def _text_similarity(one: Cell, other: Cell) -> float:
@@ -86,64 +101,50 @@ def _text_similarity(one: Cell, other: Cell) -> float:
     return difflib.SequenceMatcher(None, *words, autojunk=False).ratio()
 
 
-def _place_cells(
-    base: list[Cell], new: list[Cell], merged: MergeResult, after: dict[int, int]
-) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
-    """Return the learner's cells by place in the new notebook, and their own by the place before.
-
-    Each cell of the notebook is found once, so that a copy of it counts as the learner's own.
-    """
-    mine = merged.notebook.cells
-    by_id = {cell.id: old for old, cell in enumerate(base)}
-    # After an interrupted update the learner's notebook already has cells of the new one.
-    by_new_id = {cell.id: place for place, cell in enumerate(new)}
-    # Some editors drop ids, so cells without one are found by their text.
-    ids = {cell.get("id") for cell in mine}
-    without_id = {old: cell for old, cell in enumerate(base) if cell.id not in ids}
-    by_text = {(cell.cell_type, cell.source): old for old, cell in without_id.items()}
-    theirs: dict[int, Cell] = {}
-    own: dict[int, list[Cell]] = {}
-    current = -1
-    for cell in mine:
-        old = by_id.pop(cell.get("id"), None)
-        if old is None:
-            old = by_text.pop((cell.cell_type, cell.source), None)
-        place = by_new_id.get(cell.get("id")) if old is None else after.get(old)
-        if place in theirs:
-            old = place = None
-        if place is not None:
-            theirs[place], current = cell, place
-        elif old is not None and cell.source == base[old].source:
+def _sort_cells(
+    before: dict[str, Cell], new_ids: set[str], merged: MergeResult
+) -> tuple[dict[str, Cell], dict[str, list[Cell]]]:
+    """Return the notebook's cells by id, and the learner's by the id of the cell before them."""
+    theirs: dict[str, Cell] = {}
+    own: dict[str, list[Cell]] = {}
+    gone = {name: cell for name, cell in before.items() if name not in new_ids}
+    current = ""
+    for cell in merged.notebook.cells:
+        # Each cell is found once, so that a copy of it counts as the learner's own.
+        if cell.id in new_ids and cell.id not in theirs:
+            theirs[cell.id], current = cell, cell.id
+            continue
+        old = gone.pop(cell.id, None)
+        if old is not None and cell.source == old.source:
             merged.removed += 1
-        else:
-            own.setdefault(current, []).append(cell)
-            if old is not None:
-                why = "the notebook has it no more, but you changed it; it stays"
-                merged.left.append(f"{_cell_title(base[old])}: {why}")
+            continue
+        own.setdefault(current, []).append(cell)
+        if old is not None:
+            why = "the notebook has it no more, but you changed it; it stays"
+            merged.left.append(f"{_cell_title(old)}: {why}")
     return theirs, own
 
 
 def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult) -> Cell:
     """Return the learner's cell with new metadata, or the new cell if only its text is new."""
-    if before is not None and mine.source != cell.source:
+    is_same = (mine.cell_type, mine.source) == (cell.cell_type, cell.source)
+    if before is not None and not is_same:
         if mine.source == before.source:
             merged.changed += 1
             return copy.deepcopy(cell)
         if cell.source != before.source:
             merged.left.append(_conflict_text(before, cell, "you changed yours"))
     known = {} if before is None else before.metadata
-    mine.id = cell.id
     own = {name: value for name, value in mine.metadata.items() if name not in known}
     mine.metadata = type(mine.metadata)(own | copy.deepcopy(cell.metadata))
     return mine
 
 
 def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
-    """Give a new id to every cell without one, or with one that is taken."""
     seen = {""}
     # The notebook's own cells come first, so that they keep their ids.
     for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):
-        if cell.get("id", "") in seen:
+        if cell.id in seen:
             cell.id = secrets.token_hex(4)
         seen.add(cell.id)
 

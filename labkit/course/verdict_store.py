@@ -18,9 +18,9 @@ from typing import Any
 from labkit.course import lab_catalog
 from labkit.course.lab_catalog import Exercise, Lab
 from labkit.environment import ENV_VERDICTS
-from labkit.errors import LabError, RecordError
+from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import JSON_FIX, LABKIT_FOLDER_NAME, read_json, write_json
+from labkit.runs.folder import LABKIT_FOLDER_NAME, read_json, write_json
 
 PROGRESS_FILE = "progress.json"
 FORMAT_VERSION = 1
@@ -38,14 +38,20 @@ except OSError:
 
 @dataclass(frozen=True)
 class ExerciseProgress:
-    """The last verdict on one exercise and its time (ISO 8601), how often it was judged as passed
-    or wrong, and the time of the first pass, "" for none.
-    """
+    """The last verdict on one exercise, how often it was judged, and when it first passed."""
 
     verdict: str
+    # Times are ISO 8601, and "" for never.
     when: str
     tries: int = 0
     first_passed: str = ""
+
+    def __post_init__(self) -> None:
+        # A person may have edited the file.
+        texts = (self.verdict, self.when, self.first_passed)
+        is_count = isinstance(self.tries, int) and self.tries >= 0
+        if not (self.verdict in STATES and is_count and all(isinstance(x, str) for x in texts)):
+            raise TypeError(f"{asdict(self)} is no verdict")
 
     @property
     def state(self) -> str:
@@ -65,9 +71,7 @@ _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict, one of STATES, on the function or class ``exercise`` of a lab, such as
-    "fsdp"; return whether the exercise exists, and warn if the file is not writable.
-    """
+    """Keep a verdict, one of STATES; return whether this lab ("fsdp") has this exercise."""
     # labkit may be installed without its notebooks, and then there are no labs.
     with contextlib.suppress(LabError):
         found = next((each for each in lab_catalog.all_labs() if each.key == lab), None)
@@ -82,7 +86,7 @@ def _keep_verdict(lab: str, exercise: str, verdict: str) -> None:
 
     def add_to(kept: dict[str, dict[str, ExerciseProgress]]) -> None:
         exercises = kept.setdefault(lab, {})
-        before = exercises.get(exercise, ExerciseProgress("", ""))
+        before = exercises.get(exercise, ExerciseProgress("not attempted", ""))
         exercises[exercise] = before.with_verdict(verdict, when)
 
     add_to(_process_verdicts)
@@ -115,11 +119,7 @@ def progress_path() -> Path | None:
 
 def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
     """Return the verdicts of a file, {} if it does not exist; else raise LabError."""
-    try:
-        content = read_json(path)
-    except RecordError as error:
-        raise LabError(f"{str(error).removesuffix(JSON_FIX)}{FIX}") from None
-    return verdicts_from_json(content, path)
+    return verdicts_from_json(read_json(path, FIX), path)
 
 
 def verdicts_from_json(
@@ -132,19 +132,12 @@ def verdicts_from_json(
         problem = f"version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}"
         raise LabError(f"{path}: {problem}; {FIX}")
     try:
-        kept = {
+        return {
             lab: {name: ExerciseProgress(**fields) for name, fields in exercises.items()}
             for lab, exercises in content["verdicts"].items()
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise LabError(f"{path}: holds no verdicts ({error}); {FIX}") from None
-    for lab, exercises in kept.items():
-        for name, each in exercises.items():
-            texts = (each.verdict, each.when, each.first_passed)
-            is_count = isinstance(each.tries, int) and each.tries >= 0
-            if not (each.verdict in STATES and is_count and all(isinstance(x, str) for x in texts)):
-                raise LabError(f"{path}: {lab}.{name} = {asdict(each)} is no verdict; {FIX}")
-    return kept
 
 
 def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
@@ -197,6 +190,7 @@ def so_far(lab: str) -> LabProgress:
     except LabError as error:
         warnings.warn(str(error), stacklevel=2)
         earlier = {}
+    # Outside a folder of copies verdicts are only in this process.
     before, now = (lab_progress(known, each).states for each in (earlier, _process_verdicts))
     # A pass in an earlier session counts even if the exercise is wrong now.
     passed = {name: state for name, state in before.items() if state == "passed"}

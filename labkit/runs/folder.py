@@ -30,7 +30,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partialmethod
 from hashlib import sha256
 from pathlib import Path
@@ -74,7 +74,6 @@ class RunFolder:
     def _host_file(self, node: int = 0, *, stem: str, ending: str = "") -> Path:
         return self.path / (f"{stem}_{node}{ending}" if node else f"{stem}{ending}")
 
-    # How the ranks of a host ended, torchrun's messages there, and its own files during the run.
     exit_json = partialmethod(_host_file, stem="exit", ending=".json")
     host_torchrun_log = partialmethod(_host_file, stem="torchrun", ending=".log")
     torchrun_folder = partialmethod(_host_file, stem="torchrun")
@@ -106,6 +105,7 @@ class RunFolder:
 
     def artifact(self, rank: int, name: str) -> Path:
         """Return the path of a rank's text; raise ParameterError if no file can have its name."""
+        # Names come from programs, and must neither leave the folder nor be too long for a disk.
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             rule = "use letters, digits, - and _, at most 100"
             raise ParameterError(f"cannot keep a text as {name!r}: {rule}")
@@ -135,18 +135,28 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def explain_write_errors(path: Path, fix: str) -> Iterator[None]:
+    """Turn an OSError into a LabError that names the file or folder and the fix."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}, so it cannot be written"
+        raise LabError(f"{path}: {why}; {fix}") from error
+
+
+def read_json(path: Path, fix: str = JSON_FIX) -> dict[str, Any]:
     """Return the object in a JSON file, {} if it does not exist; raise RecordError otherwise."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror}). {JSON_FIX}") from None
+        raise RecordError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not JSON ({error}). {JSON_FIX}") from None
+        raise RecordError(f"{path}: not JSON ({error}). {fix}") from None
     if not isinstance(content, dict):
-        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {JSON_FIX}")
+        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {fix}")
     return content
 
 
@@ -177,11 +187,10 @@ def runs_folder() -> Path:
 
 
 def workspace_folder() -> Path:
-    """Return the folder that holds runs/ and my/: the checkout, or for an installed labkit that of
-    the learner's copies around the current folder, or else the current folder.
-    """
+    """Return the folder of runs/ and my/: the checkout, or one around the current folder."""
     if IN_CHECKOUT:
         return ROOT
+    # An installed labkit takes the folder of the learner's copies, if there are any.
     here = Path.cwd()
     for folder in (here, *here.parents):
         if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME):

@@ -4,12 +4,8 @@
     history.compare([labkit.load(folder), labkit.load(another)])
     history.prune(history.find_prunable_runs(keep=100))
 
-Listing reads only the run.json of each run, so that ten thousand take less than a second.
-
-Only finished runs are removed: folders of the runs folder that still have the name that labkit gave
-them, and a valid run.json. Links are not followed, and renamed runs stay. A run without an end
-counts as broken off once no process of this machine belongs to it and its time limit passed an hour
-ago, since another machine may share the folder.
+Listing reads only the run.json of each run, so that ten thousand take less than a second. Only
+finished runs are removed that still have the name that labkit gave them; no link is followed.
 """
 
 import os
@@ -62,13 +58,12 @@ class HistoryEntry:
         return 0.0
 
     def state(self, in_use: set[str]) -> str:
-        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"; for
-        ``in_use`` see ``folders_in_use``.
-        """
+        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged"."""
         if str(self.folder) in in_use:
             return RUNNING
         if self.problem:
             return "damaged"
+        # Another machine may share the folder, so a run gets an hour more before it counts as lost.
         limit_s = self.info.get("timeout_s")
         limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
         is_past_limit = datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
@@ -95,8 +90,8 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
     return entries[:limit]
 
 
+# None stands for a folder without a run.json of its own.
 def _read_entry(folder: str | Path) -> HistoryEntry | None:
-    """Read the entry of a folder; None if it has no run.json of its own."""
     file = Path(folder, "run.json")
     try:
         # A link is not followed, and the writer of a pipe not waited for.
@@ -165,12 +160,13 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
         f"{duration:.1f} s" if isinstance(duration, int | float) else "",
         shlex.join(map(str, given)) if isinstance(given, list) else "",
     ]
-    # A terminal would obey control characters.
-    *columns, name = [_printable(text) for text in (*texts, entry.folder.name)]
     limit = MAX_COLUMN_CHARACTERS
-    return [*(text if len(text) <= limit else f"{text[: limit - 1]}…" for text in columns), name]
+    columns = [text if len(text) <= limit else f"{text[: limit - 1]}…" for text in texts]
+    # The folder's name comes last and whole, because people copy it.
+    return [_printable(text) for text in (*columns, entry.folder.name)]
 
 
+# A terminal would obey control characters.
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
@@ -181,6 +177,7 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
 
     results = list(results)
     names = [result.folder.name for result in results]
+    # A run beside itself would give two columns of one name.
     if len(set(names)) < max(2, len(names)):
         given = ", ".join(names) or "none"
         raise ParameterError(f"compare needs two runs or more, each once: {given} given")
@@ -198,8 +195,8 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
     return pandas.DataFrame([row[1:] for row in rows], index, names, dtype=object)
 
 
+# Makes a row for each name: the name, and what each column has, "" for nothing.
 def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return a row for each name: the name, and what each column has, "" for nothing."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name, *(column.get(name, "") for column in columns)] for name in names]
 
@@ -207,9 +204,7 @@ def _align_by_name(columns: list[dict[str, Any]]) -> list[list[Any]]:
 def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
 ) -> list[HistoryEntry]:
-    """Return the runs that may be removed, newest first: all but the newest ``keep``, of a minimum
-    age, of one program. With both limits, a run must exceed both; with neither, ParameterError.
-    """
+    """Return the runs of one program that may be removed, newest first, beyond both limits."""
     if keep is None and older_than_days is None:
         rule = "say how many to keep, or from which age to remove"
         raise ParameterError(f"prune removes nothing without a limit: {rule}")
@@ -226,7 +221,7 @@ def find_prunable_runs(
 
 
 def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
-    """Return why a run must not be removed, or ""."""
+    # Removing is the one thing that cannot be undone, so every doubt keeps a run.
     if entry.folder.parent != runs_folder() or not RUN_NAME_PATTERN.fullmatch(entry.folder.name):
         return "it is not in the runs folder under a name of labkit's"
     if entry.folder.is_symlink() or entry.problem or not entry.start_time_s:
@@ -239,6 +234,7 @@ def prune(entries: Iterable[HistoryEntry]) -> list[str]:
     """Remove these runs, each checked again first; return those that were kept, and why."""
     left, in_use = [], folders_in_use()
     for entry in entries:
+        # A person may have taken a minute to say yes.
         now = _read_entry(entry.folder)
         reason = _reason_to_stay(now, in_use) if now else "it is gone, or no run any more"
         try:

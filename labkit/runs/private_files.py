@@ -26,6 +26,7 @@ def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def _open_with_folder_mode(path: str, flags: int) -> int:
+    # The umask would open files to others, or close a shared folder's files to its group.
     mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o666
     return os.open(path, flags | os.O_NOFOLLOW, mode)
 
@@ -53,9 +54,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def per_user_folder(name: str, *places: str) -> Path:
-    """Return a private folder for all processes of this user on this machine, in the first usable
-    of these places, the folder for temporary files, and home; else PermissionError, with reasons.
-    """
+    """Return this user's private folder on this machine, in the first usable of several places."""
     # The home folder comes last, since other machines may share it, and so has this one's name.
     home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
     shared = [*places, os.path.realpath(tempfile.gettempdir())]
@@ -70,8 +69,8 @@ def per_user_folder(name: str, *places: str) -> Path:
     raise PermissionError(errno.EPERM, "; ".join(problems), name)
 
 
+# In a safe parent only this user and root can remove or rename what this user creates.
 def _is_safe_parent(place: Path) -> bool:
-    """Tell whether only this user and root can remove or rename what this user creates here."""
     found = place.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
         return False

@@ -43,10 +43,7 @@ FIELDS_BY_KIND: dict[str, dict[str, type]] = {
 }
 OPTIONAL_FIELDS = {"group_size", "hosts"}
 COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
-RECORD_FIX = (
-    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the"
-    " line, or run again"
-)
+RECORD_FIX = "A record is a line of JSON (labkit/runs/records.py): remove the line, or run again"
 # The scalar in which a rank says how many steps it will time, for the display of progress.
 PLANNED_STEPS = "planned_steps"
 # The largest number that an integer column of a table holds.
@@ -59,10 +56,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 class RecordWriter:
-    """Append one rank's records to its file, or without a folder only to ``lines``.
-
-    Raises RecordError if another process writes there: sums over two runs would be wrong for both.
-    """
+    """Append one rank's records to its file, or without a folder only to ``lines``."""
 
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
@@ -90,6 +84,7 @@ class RecordWriter:
 
 def _lock_record_file(file: IO[str]) -> None:
     """Lock a rank's file for this process, not for its children; the lock ends with the process."""
+    # Sums over the records of two runs would be wrong for both.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -128,11 +123,9 @@ def record_problem(line: Any) -> str:
 
 
 def upgrade_from_version_1(line: Any) -> Any:
-    """Convert a decoded line to version 2, and leave what does not fit to ``record_problem``.
-
-    Names became fields: of the span ``compute/forward/layers.0`` a bar, of the comm record
-    ``bucket/0/fc4.weight`` a bucket, of ``tp/all_reduce`` a collective along an axis.
-    """
+    """Convert a decoded line to version 2, and leave what does not fit to ``record_problem``."""
+    # Names became fields: of the span compute/forward/layers.0 a bar, of the comm record
+    # bucket/0/fc4.weight a bucket, of tp/all_reduce a collective along an axis.
     if not isinstance(line, dict) or line.get("v") != 1:
         return line
     line, name = line | {"v": 2}, line.get("name")
@@ -156,9 +149,7 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """Read the records of a run's ranks in the order they were written; raise RecordError with
-    file:line for a malformed line that is not the unfinished last one.
-    """
+    """Read the records of all ranks in order; RecordError gives file:line of a malformed one."""
     records = Records()
     for path in sorted(folder.glob("rank_*.jsonl")):
         try:

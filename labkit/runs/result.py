@@ -79,18 +79,12 @@ class RankOutput:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """One finished run, read from its folder.
-
-    Attributes:
-        folder: the run's folder.
-        info: the content of run.json: program, params, versions, device, start, duration, exit, ….
-        lines: the records, in the order in which they were written.
-        incomplete_files: record files whose last line is cut off, because a rank was killed.
-    """
+    """One finished run, read from its folder: the content of run.json, and all records in order."""
 
     folder: Path
     info: dict[str, Any]
     lines: list[dict[str, Any]]
+    # Record files whose last line is cut off, because a rank was killed.
     incomplete_files: list[Path]
 
     @property
@@ -180,14 +174,14 @@ class RunResult:
     def value(self, name: str) -> float:
         """Return one number of the run, or raise UnknownValue with the names that there are.
 
-        Args:
-            name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over
-                the timed steps, of the slowest rank); ``<memory>_bytes`` (the largest of all ranks
-                and steps); ``<collective>_count``; ``<collective>_bytes``, passed to its calls; or
-                ``<collective>_wire_bytes``, which leave a rank in a ring, computed from the former
-                as in ``theory.collectives.wire_bytes`` (each in one step, the largest of all
-                ranks). A run on several hosts also has ``<collective>_between_hosts_count`` and
-                ``<collective>_between_hosts_bytes``, of calls across hosts.
+        | name                                 | meaning                                        |
+        |--------------------------------------|------------------------------------------------|
+        | a scalar, such as loss               | its last step, mean over ranks                 |
+        | SPAN_ms                              | mean over timed steps, of the slowest rank     |
+        | MEMORY_bytes                         | the largest of all ranks and steps             |
+        | COLLECTIVE_count, COLLECTIVE_bytes   | of a step, passed to calls, the largest rank's |
+        | COLLECTIVE_wire_bytes                | that leave a rank in a ring                    |
+        | COLLECTIVE_between_hosts_count, …    | the part of them that crosses hosts            |
         """
         values = self._value_by_name
         if name not in values:
@@ -286,10 +280,7 @@ def _count_text(number: int, thing: str) -> str:
 
 
 def load(folder: str | Path) -> RunResult:
-    """Read the result of an earlier run from its folder, whether it ended well or not.
-
-    Raises RunFileNotFound, a FileNotFoundError, and RecordError for a malformed file.
-    """
+    """Read the result of an earlier run from its folder; RecordError names a malformed file."""
     path = Path(folder).resolve()
     if not RunFolder(path).run_json.exists():
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
@@ -300,7 +291,7 @@ def load(folder: str | Path) -> RunResult:
 
 
 def _read_run_info(folder: RunFolder) -> dict[str, Any]:
-    """Return the content of run.json, with that of session.json if the run did not end properly."""
+    # A run that did not end properly has what its ranks ran on in session.json alone.
     path = folder.run_json
     info = read_json(path)
     if info.get("version", 1) not in records.READABLE_VERSIONS:
@@ -361,8 +352,8 @@ def _as_int_if_whole(value: float) -> float:
     return int(value) if int(value) == value else float(value)
 
 
+# None where the record of an older run lacks the number of ranks.
 def _wire_bytes_column(comm: pandas.DataFrame) -> list[float | None]:
-    """Return each row's bytes on the wire; None where the record lacks the number of ranks."""
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
     return [
@@ -371,7 +362,7 @@ def _wire_bytes_column(comm: pandas.DataFrame) -> list[float | None]:
     ]
 
 
+# A name that was measured in the warm-up alone, such as setup, keeps these rows.
 def _drop_warmup(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Drop the warm-up rows of names that have other rows too."""
     settled = rows["step"] >= 0
     return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]

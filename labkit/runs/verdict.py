@@ -16,10 +16,7 @@ def finished_exit(folder: RunFolder) -> str:
 
 
 def describe_verdict(verdict: Mapping[str, Any]) -> str:
-    """Return what was compared and whether it agrees; "" for no verdict.
-
-    Errors are given by order of magnitude, so that the text is the same on every machine.
-    """
+    """Return what was compared and whether it agrees; "" for no verdict."""
     if not verdict:
         return ""
     compared, thing = verdict["compared"], "tensors" if "max_rel_error" in verdict else "values"
@@ -41,8 +38,9 @@ def describe_error(verdict: Mapping[str, Any]) -> str:
 
 
 def _differences(verdict: Mapping[str, Any]) -> list[str]:
-    """Return why a verdict is not ok, as far as its numbers tell."""
+    # A verdict of a check of one's own may lack any number, so each is looked up with a default.
     error, found = verdict.get("max_rel_error", 0.0), []
+    # Written so that NaN differs, too.
     if not error <= verdict.get("limit", math.inf):
         worst = verdict.get("worst") or "an unnamed one"
         found.append(f"they differ, most in {worst}, by {_magnitude_text(error)}")
@@ -57,6 +55,7 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     return found
 
 
+# An order of magnitude is the same on every machine.
 def _magnitude_text(error: float) -> str:
     if not math.isfinite(error):
         return f"{error}"
