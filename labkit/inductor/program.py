@@ -69,7 +69,7 @@ class InductorProgram:
         self.requests: list[CollectiveRequest] = []
         # Inductor assigns every name only once.
         self.views: dict[str, BufferView] = {}
-        self._reinterpreted: list[tuple[ProgramLine, BufferView]] = []
+        self._reinterpreted: list[tuple[int, BufferView]] = []
         # Dtypes of inputs stand only in the benchmark that every program has at its end.
         inputs = r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)"
         self._dtypes = dict(re.findall(inputs, code, re.MULTILINE))
@@ -90,23 +90,24 @@ class InductorProgram:
         compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
         return tuple(line for line in compute if request.line.number < line.number < end)
 
-    def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
+    def bucket_pieces(self, sent: BufferView, request: CollectiveRequest) -> list[BufferView]:
         """Return the tensors that were copied into one flat buffer, in order, or the tensor itself.
 
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
-        candidates = [sent]
-        earlier = reversed(self.lines[: self.lines.index(request)])
-        kernels = (line for line in earlier if line.kind in COMPUTE_KINDS)
-        maker = next((line for line in kernels if sent.root in self._memory_roots(line)), None)
-        if maker:
-            views = [self.views[name] for name in maker.buffers]
-            candidates += [view for view in views if view.elements == sent.elements]
-        parts = [view for line, view in self._reinterpreted if line.number < request.number]
+        start, candidates = request.line.number, [sent]
+        compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
+        users = [line for line in compute if sent.root in self._memory_roots(line)]
+        makers = [line for line in users if line.number < start]
+        # The last one before the all-reduce made what is sent, perhaps of the flat buffer.
+        for name in makers[-1].buffers if makers else ():
+            if self.views[name].elements == sent.elements:
+                candidates.append(self.views[name])
+        parts = [view for number, view in self._reinterpreted if number < start]
         # The first shape after the all-reduce is the gradient's own; before it, parts may be flat.
         shapes: dict[tuple[int, int], Shape | None] = {}
-        for line, view in self._reinterpreted:
-            if line.number > request.number and view.root == sent.root:
+        for number, view in self._reinterpreted:
+            if number > start and view.root == sent.root:
                 shapes.setdefault((view.offset, view.elements), view.shape)
         for source in candidates:
             by_offset = {part.offset: part for part in parts if part.root == source.root}
@@ -129,7 +130,7 @@ class InductorProgram:
         self.lines.append(line)
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "reinterpret_tensor":
-                self._reinterpreted.append((line, self._resolve_view(node)))
+                self._reinterpreted.append((number, self._resolve_view(node)))
         if kind in ("collective", *COMPUTE_KINDS) or name == "return":
             for request in self.requests:
                 request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))

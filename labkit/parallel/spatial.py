@@ -132,8 +132,13 @@ class HaloConv2d(nn.Module):
         if not isinstance(x, DTensor):
             return self.convolve(x, self.weight, self.bias)
         bias = None if self.bias is None else _local_parameter(self.bias)
-        out = self.convolve(x.to_local(), _local_parameter(self.weight), bias)
-        return DTensor.from_local(out, x.device_mesh, x.placements)
+        weight = _local_parameter(self.weight)
+        return _call_on_strip(lambda strip: self.convolve(strip, weight, bias), x)
+
+
+def _call_on_strip(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
+    """Apply a function to the plain local strip of a DTensor."""
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements)
 
 
 def _local_parameter(parameter: Tensor) -> Tensor:
@@ -177,10 +182,9 @@ def _apply_dtensor(
     _replicate_parameters(model, mesh, data_ranks=mesh.size() // mesh.size(axis))
     _replace_modules(model, {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items()})
     for module in model.modules():
+        # It keeps or drops whole samples, for which a strip needs no other strip.
         if isinstance(module, StochasticDepth):
-            # It keeps or drops whole samples, for which a strip needs no other strip.
-            on_strips = partial(_forward_on_strips, module.forward)
-            module.forward = on_strips  # type: ignore[method-assign]
+            module.forward = partial(_call_on_strip, module.forward)  # type: ignore[method-assign]
     # Since 2.12 torch labels the output of a convolution as replicated.
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
@@ -230,26 +234,19 @@ def _relabel_as_strips(model: nn.Module) -> None:
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
-        x = args[0]
+        x, mesh = args[0].to_local(), args[0].device_mesh
         # torch calls the gradient of a strip replicated.
-        replicated = [Replicate()] * x.device_mesh.ndim
-        mesh, placements = x.device_mesh, x.placements
-        return DTensor.from_local(x.to_local(), mesh, placements, grad_placements=replicated)
+        replicated = [Replicate()] * mesh.ndim
+        return DTensor.from_local(x, mesh, args[0].placements, grad_placements=replicated)
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
-        placements = args[0].placements
-        local = out.to_local(grad_placements=placements)
-        return DTensor.from_local(local, out.device_mesh, placements)
+        strips = args[0].placements
+        return DTensor.from_local(out.to_local(grad_placements=strips), out.device_mesh, strips)
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(relabel_input)
             module.register_forward_hook(relabel_output)
-
-
-def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
-    """Run a pixelwise module on the plain local strip of a DTensor."""
-    return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:

@@ -80,19 +80,19 @@ def choose_block_types(
     model: LabModel, wrap: str, blocks: Sequence[str], is_unit: UnitRule | None, min_numbers: int
 ) -> BlockTypes:
     """Return what becomes a unit in a wrap mode of ``apply_fsdp``; nothing for one unit alone."""
+    if wrap == "yours":
+        assert is_unit, "wrap yours needs is_unit"
+        return is_unit
     if wrap == "block":
         return tuple(blocks) or model.block_types
     if wrap == "layer":
         return layer_types(model)
-    if wrap == "yours":
-        assert is_unit, "wrap yours needs is_unit"
-        return is_unit
-    chosen: tuple[nn.Module, ...] = ()
-    if wrap == "every":
-        chosen = modules_with_parameters(model)
-    elif wrap == "size":
-        chosen = large_modules(model, min_numbers)
-    # With nothing chosen, as for root or a model that is too small, the model is one unit.
+    if wrap == "root":
+        return ()
+    chosen = (
+        modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers)
+    )
+    # With nothing chosen, because the model is too small, it is one unit.
     return chosen.__contains__ if chosen else ()
 
 

@@ -149,9 +149,7 @@ def make_two_tensor(weight: Tensor) -> TwoTensor:
     return TwoTensor(weight, weight.detach().clone())
 
 
-def convert_parameters(
-    model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
-) -> None:
+def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``."""
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
