@@ -48,18 +48,14 @@ class DDPCase:
 
     dtype: torch.dtype = torch.float32  # gradients travel in it
     forward: bool = True  # compile the forward pass as well as the backward pass
-    no_sync: bool = False  # accumulate a first batch without communication
     checkpoint: bool = False  # recompute the first layer in the backward pass
-
-    @property
-    def batches(self) -> tuple[bool, ...]:
-        """For each batch of a step, whether its backward pass averages gradients."""
-        return (False, True) if self.no_sync else (True,)
+    # For each batch of a step, whether its backward pass averages gradients or only accumulates.
+    batches: tuple[bool, ...] = (True,)
 
 
 DDP_CASES = {
     "cpu": DDPCase(),
-    "cpu_no_sync": DDPCase(no_sync=True),
+    "cpu_no_sync": DDPCase(batches=(False, True)),
     "gpu": DDPCase(),
     "bf16": DDPCase(torch.bfloat16),
     "fp16": DDPCase(torch.float16),

@@ -24,11 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from labkit.parallel.small_tensor_parallel import sum_over_ranks
-
-Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, padding, dilation and groups of a convolution."""
 
 
 @dataclass
@@ -142,34 +140,51 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     )
 
 
-def convolution_settings(conv: nn.Conv2d, dim: int) -> Settings:
-    """Return stride, padding, dilation and groups of a convolution whose input holds the halo."""
-    assert isinstance(conv.padding, tuple)  # halo_size refuses text
-    padding = [0 if axis == dim - 2 else size for axis, size in enumerate(conv.padding)]
-    return conv.stride, tuple(padding), conv.dilation, conv.groups
-
-
-def halo_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: Settings
-) -> Tensor:
-    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output.
+class HaloConv2d(nn.Module):
+    """Convolves a strip as if the whole image were on this rank, with a Conv2d's weight and bias.
 
     A collective: every rank of the line must call it, forward and backward, in the same order. The
-    gradients of weight and bias are this rank's terms of a sum.
+    gradients of weight and bias are this rank's terms of a sum, as each sees only its strip.
     """
-    size = x.shape[strip.dim]
-    # A neighbour would need columns from the rank beyond this one.
-    if halo > size:
-        raise ValueError(
-            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
-            f" halo of {halo}: use fewer ranks or a larger image"
-        )
-    if not halo:
-        return torch.conv2d(x, weight, bias, *settings)
-    if strip.pad:
-        return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *settings)
-    out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
-    return out
+
+    def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
+        super().__init__()
+        self.weight, self.bias, self.halo, self.strip = conv.weight, conv.bias, halo, strip
+        assert isinstance(conv.padding, tuple)  # halo_size refuses text
+        # The halo takes the place of the padding along the cut dimension.
+        padding = [0 if axis == strip.dim - 2 else size for axis, size in enumerate(conv.padding)]
+        self.settings = (conv.stride, tuple(padding), conv.dilation, conv.groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
+        if isinstance(x, DTensor):
+            return call_on_strip(self.forward, x)
+        halo, strip, size = self.halo, self.strip, x.shape[self.strip.dim]
+        # A neighbour would need columns from the rank beyond this one.
+        if halo > size:
+            raise ValueError(
+                f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than"
+                f" the halo of {halo}: use fewer ranks or a larger image"
+            )
+        weight, bias = _local_term(self.weight), _local_term(self.bias)
+        if not halo:
+            return torch.conv2d(x, weight, bias, *self.settings)
+        if strip.pad:
+            return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *self.settings)
+        out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, self.settings)
+        return out
+
+
+def call_on_strip(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
+    """Apply a function to the plain local strip of a DTensor."""
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements)
+
+
+def _local_term(parameter: Tensor | None) -> Any:
+    """Return a replicated parameter's local tensor, whose gradient is one rank's term of a sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 class _HaloConv2d(torch.autograd.Function):
