@@ -151,10 +151,10 @@ class InductorProgram:
         return {self.views[name].root for name in line.buffers}
 
     def _update_views(self, targets: list[ast.expr], value: ast.expr) -> None:
-        for node in (node for target in targets for node in ast.walk(target)):
-            name = node.id if isinstance(node, ast.Name) else ""
+        nodes = [node for target in targets for node in ast.walk(target)]
+        for name in [node.id for node in nodes if isinstance(node, ast.Name)]:
             # ``arg0_1, arg1_1 = args``, the first line
-            if name and ast.unparse(value) == "args":
+            if ast.unparse(value) == "args":
                 self.views[name] = BufferView(name, name, dtype=self._dtypes.get(name))
             elif name.startswith("buf"):
                 self.views[name] = replace(self._resolve_view(value, name), name=name)

@@ -77,7 +77,11 @@ def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Modul
 
 
 def choose_block_types(
-    model: LabModel, wrap: str, blocks: Sequence[str], is_unit: UnitRule | None, min_numbers: int
+    model: LabModel,
+    wrap: str,
+    blocks: Sequence[str] = (),
+    is_unit: UnitRule | None = None,
+    min_numbers: int = 1,
 ) -> BlockTypes:
     """Return what becomes a unit in a wrap mode of ``apply_fsdp``; nothing for one unit alone."""
     if wrap == "yours":
@@ -89,9 +93,8 @@ def choose_block_types(
         return layer_types(model)
     if wrap == "root":
         return ()
-    chosen = (
-        modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers)
-    )
+    large = wrap == "size"
+    chosen = large_modules(model, min_numbers) if large else modules_with_parameters(model)
     # With nothing chosen, because the model is too small, it is one unit.
     return chosen.__contains__ if chosen else ()
 
