@@ -103,20 +103,20 @@ class InductorProgram:
         for name in makers[-1].buffers if makers else ():
             if self.views[name].elements == sent.elements:
                 candidates.append(self.views[name])
-        parts = [view for number, view in self._reinterpreted if number < start]
-        # The first shape after the all-reduce is the gradient's own; before it, parts may be flat.
-        shapes: dict[tuple[int, int], Shape | None] = {}
-        for number, view in self._reinterpreted:
-            if number > start and view.root == sent.root:
-                shapes.setdefault((view.offset, view.elements), view.shape)
         for source in candidates:
-            by_offset = {part.offset: part for part in parts if part.root == source.root}
-            filling = [by_offset[offset] for offset in sorted(by_offset)]
-            if _is_gapless(filling, sent.elements):
-                own = [shapes.get((part.offset, part.elements), part.shape) for part in filling]
-                pairs = zip(filling, own, strict=True)
-                return [replace(sent, offset=part.offset, shape=shape) for part, shape in pairs]
+            views = [view for number, view in self._reinterpreted if number < start]
+            by_offset = {view.offset: view for view in views if view.root == source.root}
+            parts = [by_offset[offset] for offset in sorted(by_offset)]
+            if _is_gapless(parts, sent.elements):
+                return [self._as_gradient(part, sent, start) for part in parts]
         return [sent]
+
+    def _as_gradient(self, part: BufferView, sent: BufferView, start: int) -> BufferView:
+        # Before the all-reduce parts may be flat; the first shape after it is the gradient's own.
+        views = (view for number, view in self._reinterpreted if number > start)
+        place = (sent.root, part.offset, part.elements)
+        own = (v.shape for v in views if (v.root, v.offset, v.elements) == place)
+        return replace(sent, offset=part.offset, shape=next(own, part.shape))
 
     def _read_statement(self, number: int, statement: ast.stmt, text: str) -> None:
         value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
@@ -135,17 +135,19 @@ class InductorProgram:
             for request in self.requests:
                 request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))
         if isinstance(value, ast.Call) and kind == "wait":
-            root = self._resolve_view(value.args[0]).root
-            for request in self.requests:
-                if root in request.pending:
-                    request.pending.discard(root)
-                    request.waits.append(line)
+            self._end_request(line, self._resolve_view(value.args[0]).root)
         if isinstance(value, ast.Call) and kind == "collective":
             given = value.args[0].elts if isinstance(value.args[0], ast.List) else value.args[:1]
             sent = [self._resolve_view(each) for each in given]
             # A name that ends in an underscore works in place; other results have their own memory.
             results = sent if name.endswith("_") else map(self._resolve_view, targets)
             self.requests.append(CollectiveRequest(line, sent, {view.root for view in results}))
+
+    def _end_request(self, wait: ProgramLine, root: str) -> None:
+        for request in self.requests:
+            if root in request.pending:
+                request.pending.discard(root)
+                request.waits.append(wait)
 
     def _memory_roots(self, line: ProgramLine) -> set[str]:
         return {self.views[name].root for name in line.buffers}
