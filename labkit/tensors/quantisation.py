@@ -11,6 +11,7 @@ Shapes: P rows on every rank after padding, W ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +75,22 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
     if parameter.is_meta:
         raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
     # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
-    local: Tensor = parameter._local_tensor
+    local: Any = parameter._local_tensor
+    hooks = _make_hooks(local, shape, parameter.device_mesh.size(), chosen)
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = hooks
+
+
+def _make_hooks(
+    local: Tensor, shape: tuple[int, ...], ranks: int, extension: Extension
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return FSDP2's two hooks of a parameter, which call an Extension and check its results."""
     # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
-    ranks = parameter.device_mesh.size()
     rows = -(-shape[0] // ranks)
-    whole_shape = (rows * ranks, *shape[1:])
 
     # With the signature (mesh) FSDP2 accepts tensors of any shape. With all five arguments it wants
     # the padded shape on a shorter last shard, which scales do not have.
     def pre_all_gather(mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        sent, names = chosen.encode(pad_rows(local, rows)), chosen.sends
+        sent, names = extension.encode(pad_rows(local, rows)), extension.sends
         if len(sent) != len(names):
             wanted = f"{len(names)}: {', '.join(names)}"
             raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
@@ -92,8 +99,8 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
     def post_all_gather(
         gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        whole = chosen.decode(gathered, dtype)
-        _check_decoded(whole, whole_shape, dtype)
+        whole = extension.decode(gathered, dtype)
+        _check_decoded(whole, (rows * ranks, *shape[1:]), dtype)
         if out is None:
             # FSDP2 frees the gathered tensors itself. Naming them here as well would be wrong: it
             # computes the memory of named tensors from their number of elements.
@@ -103,8 +110,7 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
             refill(out, whole)
         return None
 
-    local.fsdp_pre_all_gather = pre_all_gather  # type: ignore[attr-defined]
-    local.fsdp_post_all_gather = post_all_gather  # type: ignore[attr-defined]
+    return pre_all_gather, post_all_gather
 
 
 def _check_decoded(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
