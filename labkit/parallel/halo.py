@@ -149,8 +149,10 @@ class HaloConv2d(nn.Module):
 
     def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
         super().__init__()
-        self.weight, self.bias, self.halo, self.strip = conv.weight, conv.bias, halo, strip
-        assert isinstance(conv.padding, tuple)  # halo_size refuses text
+        self.weight, self.bias = conv.weight, conv.bias
+        self.halo, self.strip = halo, strip
+        # halo_size refuses text, such as "same".
+        assert isinstance(conv.padding, tuple)
         # The halo takes the place of the padding along the cut dimension.
         padding = [0 if axis == strip.dim - 2 else size for axis, size in enumerate(conv.padding)]
         self.settings = (conv.stride, tuple(padding), conv.dilation, conv.groups)
