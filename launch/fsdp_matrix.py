@@ -26,11 +26,7 @@ from labkit.config import NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import (
-    apply_activation_checkpointing,
-    find_blocks,
-    freeze_blocks,
-)
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.compiling import apply_compile, count_compiled_graphs
 from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
 from labkit.parallel.saving import CheckpointFolder, load_training, save_training
@@ -246,7 +242,9 @@ def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
 def build_model(config: Config, device: torch.device, index: int) -> LabModel:
     """Build the model as rank ``index`` starts with it, some of its blocks frozen."""
     lab = fsdp_wrap.build_model(config, device, index)
-    freeze_blocks(lab, config.blocks or lab.block_types, config.freeze)
+    blocks = find_blocks(lab, config.blocks or lab.block_types)
+    for index in config.freeze:
+        blocks[index].requires_grad_(False)
     return lab
 
 

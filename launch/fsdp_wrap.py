@@ -29,7 +29,7 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.fsdp import GATHER_DTYPES, apply_fsdp, random_block_index
 from labkit.parallel.small_fsdp import FlatShards, shard_unit
-from labkit.parallel.units import Units, fsdp_units, layer_types
+from labkit.parallel.units import Units, choose_block_types, fsdp_units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 
 # Options that a learner's own FSDP does not have.
@@ -174,9 +174,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, lab.block_types)
     # A learner's FSDP takes the place of PyTorch's: it is called with one unit after another.
     if config.fsdp == "yours":
-        rules: dict[str, Any] = {"yours": is_unit, "block": lab.block_types}
-        rules["layer"] = layer_types(lab)
-        units = fsdp_units(lab, rules.get(config.wrap, ())) or {"": [lab]}
+        chosen = choose_block_types(lab, config.wrap, is_unit=is_unit)
+        units = fsdp_units(lab, chosen) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
     # Last, because what FSDP shards must not be replaced or rounded any more.

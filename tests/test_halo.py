@@ -9,7 +9,7 @@ from torch import nn
 
 import labkit
 from labkit.parallel.buckets import assign_buckets, bucket_parameters
-from labkit.parallel.halo import Strip, convolution_settings, halo_conv2d, halo_size, pad_with_halo
+from labkit.parallel.halo import HaloConv2d, Strip, halo_size, pad_with_halo
 
 ROUNDING = 1e-12  # float64
 
@@ -48,9 +48,8 @@ def test_a_strip_narrower_than_its_halo_is_refused_before_any_communication(dim,
     strip = Strip(dim=dim, group=None, rank=1, ranks=4)  # there is no process group to talk to
     message = f"rank 1 of 4 holds 2 along dim {dim}, less than the halo of 3: use fewer ranks or a larger image"
     conv = nn.Conv2d(2, 2, 7, padding=3)
-    settings = convolution_settings(conv, dim)
     with pytest.raises(ValueError, match=message):
-        halo_conv2d(torch.zeros(shape), conv.weight, conv.bias, halo=3, strip=strip, settings=settings)
+        HaloConv2d(conv, 3, strip)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,9 @@ def five_ranks():
     [
         ({"strategy": "global"}, "strategy 'global' is none of native, native_unguarded, dtensor, local"),
         ({"strategy": "local", "tensor_dim": 1}, r"tensor_dim 1 is neither 2 \(height\) nor 3 \(width\)"),
-        ({"strategy": "local", "mesh_dim": "time"}, "mesh axis 'time' is none of space"),
-        ({"strategy": "local", "mesh_dim": 1}, "mesh axis 1 is not in 0 to 0"),
-        ({"strategy": "local", "mesh_dim": -1}, "mesh axis -1 is not in 0 to 0"),
+        ({"strategy": "local", "mesh_dim": "time"}, "mesh axis 'time' is none of 0, space"),
+        ({"strategy": "local", "mesh_dim": 1}, "mesh axis 1 is none of 0, space"),
+        ({"strategy": "local", "mesh_dim": -1}, "mesh axis -1 is none of 0, space"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(five_ranks, options, message):

@@ -64,12 +64,11 @@ def find_buckets(code: str) -> list[Bucket]:
     """Return every all-reduce of the program, in order."""
     program, found = InductorProgram(code), []
     for index, request in enumerate(program.all_reduces):
-        gradients: list[Gradient] = []
-        for sent in request.sent:
-            pieces = program.bucket_pieces(sent, request.line)
-            gradients += [_make_gradient(piece, request.line) for piece in pieces]
+        # Inductor may have copied several gradients into one of the tensors that are sent.
+        pieces = [piece for sent in request.sent for piece in program.bucket_pieces(sent, request)]
+        gradients = tuple(_make_gradient(piece, request.line) for piece in pieces)
         hidden_by, waits = program.overlap_lines(request), tuple(request.waits)
-        found.append(Bucket(index, tuple(gradients), request.line, waits, hidden_by))
+        found.append(Bucket(index, gradients, request.line, waits, hidden_by))
     return found
 
 
@@ -100,13 +99,10 @@ def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
     # A transposed factor is a view: mm(reinterpret_tensor(buf2, ...), arg6_1, out=buf8).
     transposed = [line for line in products if ".mm(reinterpret_tensor(" in line.text]
     names: dict[str, str] = {}
+    # The gradients of weights come first: they tell which layer an output's gradient belongs to.
     for line, layer in zip(transposed, layers, strict=False):
-        left, right, out = line.buffers
-        names |= {
-            left: f"{layer}.output.grad",
-            right: f"{layer}.input",
-            out: f"{layer}.weight.grad",
-        }
+        held = (f"{layer}.output.grad", f"{layer}.input", f"{layer}.weight.grad")
+        names |= dict(zip(line.buffers, held, strict=True))
     for line in products:
         left, right, out = line.buffers
         layer = names.get(left, "").removesuffix(".output.grad")

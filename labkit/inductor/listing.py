@@ -74,6 +74,7 @@ class ProgramListing:
 
     def _text_with_line_numbers(self) -> str:
         lines = self.full_text.splitlines()
+        # Counted from ``def call``, as in the rows above; the lines before it have no number.
         heads = [line.lstrip().startswith("def call(") for line in lines]
         numbered = enumerate(lines, 1 - heads.index(True))
         return "\n".join(f"{number if number > 0 else '':>5}  {line}" for number, line in numbered)
@@ -97,6 +98,7 @@ class ProgramListing:
                 classes[line.number].append(f"hides-{index}")
         for line in self._program.lines:
             kind = "return" if line.name == "return" else str(line.kind)
+            # Allocations, views and checks would hide the order of what costs time.
             if kind not in KIND_COLOURS:
                 continue
             shown = [self._buffer_label(buffer) for buffer in line.buffers[:MAX_BUFFERS]]

@@ -3,7 +3,7 @@
 import ast
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -69,16 +69,13 @@ class InductorProgram:
         self.requests: list[CollectiveRequest] = []
         # Inductor assigns every name only once.
         self.views: dict[str, BufferView] = {}
-        self._reinterpreted: list[tuple[ProgramLine, BufferView]] = []
+        self._reinterpreted: list[tuple[int, BufferView]] = []
         # Dtypes of inputs stand only in the benchmark that every program has at its end.
         inputs = r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)"
         self._dtypes = dict(re.findall(inputs, code, re.MULTILINE))
         source, function = code.splitlines(), _find_call_function(code)
-        statements: dict[int, ast.stmt] = {}
-        for statement in _flatten_statements(function.body):
-            # The first statement of a line counts: ``buf7 = buf3; del buf3  # reuse``.
-            statements.setdefault(statement.lineno, statement)
-        for start, statement in statements.items():
+        for statement in _first_statements(function):
+            start = statement.lineno
             text = " ".join(line.strip() for line in source[start - 1 : statement.end_lineno])
             self._read_statement(start - function.lineno + 1, statement, text)
 
@@ -93,87 +90,81 @@ class InductorProgram:
         compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
         return tuple(line for line in compute if request.line.number < line.number < end)
 
-    def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
+    def bucket_pieces(self, sent: BufferView, request: CollectiveRequest) -> list[BufferView]:
         """Return the tensors that were copied into one flat buffer, in order, or the tensor itself.
 
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
-        candidates = [sent]
-        earlier = reversed(self.lines[: self.lines.index(request)])
-        kernels = (line for line in earlier if line.kind in COMPUTE_KINDS)
-        maker = next((line for line in kernels if sent.root in self._memory_roots(line)), None)
-        if maker:
-            views = [self.views[name] for name in maker.buffers]
-            candidates += [view for view in views if view.elements == sent.elements]
-        # The first shape after the all-reduce is the gradient's own; before it, parts may be flat.
-        before: list[BufferView] = []
-        shapes: dict[tuple[int, int], Shape | None] = {}
-        for line, view in self._reinterpreted:
-            if line.number < request.number:
-                before.append(view)
-            elif view.root == sent.root:
-                shapes.setdefault((view.offset, view.elements), view.shape)
+        start, candidates = request.line.number, [sent]
+        compute = [line for line in self.lines if line.kind in COMPUTE_KINDS]
+        users = [line for line in compute if sent.root in self._memory_roots(line)]
+        makers = [line for line in users if line.number < start]
+        # The last one before the all-reduce made what is sent, perhaps of the flat buffer.
+        for name in makers[-1].buffers if makers else ():
+            if self.views[name].elements == sent.elements:
+                candidates.append(self.views[name])
         for source in candidates:
-            by_offset = {view.offset: view for view in before if view.root == source.root}
+            views = [view for number, view in self._reinterpreted if number < start]
+            by_offset = {view.offset: view for view in views if view.root == source.root}
             parts = [by_offset[offset] for offset in sorted(by_offset)]
             if _is_gapless(parts, sent.elements):
-                own = [shapes.get((part.offset, part.elements), part.shape) for part in parts]
-                pairs = zip(parts, own, strict=True)
-                return [replace(sent, offset=part.offset, shape=shape) for part, shape in pairs]
+                return [self._as_gradient(part, sent, start) for part in parts]
         return [sent]
 
+    def _as_gradient(self, part: BufferView, sent: BufferView, start: int) -> BufferView:
+        # Before the all-reduce parts may be flat; the first shape after it is the gradient's own.
+        views = (view for number, view in self._reinterpreted if number > start)
+        place = (sent.root, part.offset, part.elements)
+        own = (v.shape for v in views if (v.root, v.offset, v.elements) == place)
+        return replace(sent, offset=part.offset, shape=next(own, part.shape))
+
     def _read_statement(self, number: int, statement: ast.stmt, text: str) -> None:
-        self._update_views(statement)
+        value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if value:
+            self._update_views(targets, value)
         kind, name = _classify_statement(statement)
-        nodes = list(ast.walk(statement))
-        names = [node for node in nodes if isinstance(node, ast.Name) and node.id in self.views]
-        names.sort(key=lambda node: (node.lineno, node.col_offset))
-        line = ProgramLine(number, kind, name, tuple(dict.fromkeys(n.id for n in names)), text)
+        # Each buffer once, in the order of the text.
+        buffers = dict.fromkeys(word for word in re.findall(r"\w+", text) if word in self.views)
+        line = ProgramLine(number, kind, name, tuple(buffers), text)
         self.lines.append(line)
-        for node in nodes:
+        for node in ast.walk(statement):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "reinterpret_tensor":
-                self._reinterpreted.append((line, self._resolve_view(node)))
+                self._reinterpreted.append((number, self._resolve_view(node)))
         if kind in ("collective", *COMPUTE_KINDS) or name == "return":
             for request in self.requests:
                 request.too_early |= not request.pending.isdisjoint(self._memory_roots(line))
-        call = _get_call(statement)
-        if call and kind == "wait":
-            root = self._resolve_view(call.args[0]).root
-            for request in self.requests:
-                if root in request.pending:
-                    request.pending.discard(root)
-                    request.waits.append(line)
-        if call and kind == "collective":
-            targets = statement.targets if isinstance(statement, ast.Assign) else []
-            self._add_request(line, call, targets)
+        if isinstance(value, ast.Call) and kind == "wait":
+            self._end_request(line, self._resolve_view(value.args[0]).root)
+        if isinstance(value, ast.Call) and kind == "collective":
+            given = value.args[0].elts if isinstance(value.args[0], ast.List) else value.args[:1]
+            sent = [self._resolve_view(each) for each in given]
+            # A name that ends in an underscore works in place; other results have their own memory.
+            results = sent if name.endswith("_") else map(self._resolve_view, targets)
+            self.requests.append(CollectiveRequest(line, sent, {view.root for view in results}))
 
-    def _add_request(self, line: ProgramLine, call: ast.Call, targets: list[ast.expr]) -> None:
-        given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
-        sent = [self._resolve_view(each) for each in given]
-        # A name that ends in an underscore works in place; otherwise the result has its own memory.
-        results = sent if line.name.endswith("_") else map(self._resolve_view, targets)
-        self.requests.append(CollectiveRequest(line, sent, {view.root for view in results}))
+    def _end_request(self, wait: ProgramLine, root: str) -> None:
+        for request in self.requests:
+            if root in request.pending:
+                request.pending.discard(root)
+                request.waits.append(wait)
 
     def _memory_roots(self, line: ProgramLine) -> set[str]:
         return {self.views[name].root for name in line.buffers}
 
-    def _update_views(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                if isinstance(target, ast.Name) and target.id.startswith("buf"):
-                    view = self._resolve_view(statement.value, target.id)
-                    self.views[target.id] = replace(view, name=target.id)
+    def _update_views(self, targets: list[ast.expr], value: ast.expr) -> None:
+        nodes = [node for target in targets for node in ast.walk(target)]
+        for name in [node.id for node in nodes if isinstance(node, ast.Name)]:
             # ``arg0_1, arg1_1 = args``, the first line
-            inputs = ast.walk(statement) if ast.unparse(statement.value) == "args" else ()
-            for given in inputs:
-                if isinstance(given, ast.Name) and given.id != "args":
-                    dtype = self._dtypes.get(given.id)
-                    self.views[given.id] = BufferView(given.id, given.id, dtype=dtype)
-        call = _get_call(statement)
-        if call and ast.unparse(call.func) == "assert_size_stride":
-            seen = self._resolve_view(call.args[0])
+            if ast.unparse(value) == "args":
+                self.views[name] = BufferView(name, name, dtype=self._dtypes.get(name))
+            elif name.startswith("buf"):
+                self.views[name] = replace(self._resolve_view(value, name), name=name)
+        # An input's shape stands in a check only.
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "assert_size_stride":
+            seen = self._resolve_view(value.args[0])
             if seen.name in self.views and seen.shape is None:
-                self.views[seen.name] = replace(seen, shape=_literal_shape(call.args[1]))
+                self.views[seen.name] = replace(seen, shape=_literal_shape(value.args[1]))
 
     def _resolve_view(self, value: ast.expr, new: str = "") -> BufferView:
         """Return the memory behind an expression; if it is no view, memory of its own, ``new``."""
@@ -210,23 +201,20 @@ def _find_call_function(code: str) -> ast.FunctionDef:
     raise ValueError(f"no function call() in {lines} lines: give the whole program of inductor")
 
 
-def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in statements:
+def _first_statements(function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return the first statement of each line: ``buf7 = buf3; del buf3  # reuse``."""
+    found: dict[int, ast.stmt] = {}
+    for node in ast.walk(function):
         # On a GPU the program is inside the ``with`` of a device guard.
-        if isinstance(statement, ast.With):
-            yield from _flatten_statements(statement.body)
-        else:
-            yield statement
-
-
-def _get_call(statement: ast.stmt) -> ast.Call | None:
-    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
-    return value if isinstance(value, ast.Call) else None
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.With):
+            found.setdefault(node.lineno, node)
+    return [found[number] for number in sorted(found)]
 
 
 def _classify_statement(statement: ast.stmt) -> tuple[LineKind, str]:
-    if call := _get_call(statement):
-        return _classify_call(call)
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+    if isinstance(value, ast.Call):
+        return _classify_call(value)
     if isinstance(statement, ast.Delete):
         return "free", "del"
     return "other", "return" if isinstance(statement, ast.Return) else "="

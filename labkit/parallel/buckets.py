@@ -7,6 +7,7 @@ Source: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704).
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,29 +62,30 @@ class GradientBuckets:
         self.ranks = mesh.size()
         trained = [p for p in parameters if p.requires_grad]
         self.buckets = bucket_parameters(trained, bucket_bytes, rule)
-        self._sizes = [len(bucket) for bucket in self.buckets]
-        self._waiting = list(self._sizes)
+        self._missing = [len(bucket) for bucket in self.buckets]
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         for index, bucket in enumerate(self.buckets):
+            count = partial(self._count_gradient, index)
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, index=index: self._count_gradient(index)
-                )
+                parameter.register_post_accumulate_grad_hook(count)
 
-    def _count_gradient(self, index: int) -> None:
+    def _count_gradient(self, index: int, parameter: Tensor) -> None:
         # At the first gradient: autograd runs a queued callback when the backward pass ends.
-        if self._waiting == self._sizes:
+        if self._is_idle():
             queue_callback(self._refuse_unused)
-        self._waiting[index] -= 1
-        if self._waiting[index] == 0:
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
             self._start_all_reduce(self.buckets[index])
-        if not any(self._waiting):
+        if not any(self._missing):
             self._wait_and_copy()
 
+    def _is_idle(self) -> bool:
+        return self._missing == [len(bucket) for bucket in self.buckets]
+
     def _refuse_unused(self) -> None:
-        if self._waiting != self._sizes:
-            missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
-            shapes = ", ".join(map(str, missing)) or "some that older batches had used"
+        if not self._is_idle():
+            unused = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
+            shapes = ", ".join(map(str, unused)) or "some that older batches had used"
             raise ValueError(
                 f"the backward pass gave no gradient to parameters of shape {shapes}, so their"
                 " bucket never left: freeze what the model does not use (requires_grad_(False)),"
@@ -108,7 +110,7 @@ class GradientBuckets:
                 assert parameter.grad is not None
                 parameter.grad.copy_(mean.view_as(parameter.grad))
         self._flights.clear()
-        self._waiting = list(self._sizes)
+        self._missing = [len(bucket) for bucket in self.buckets]
 
 
 def bucket_parameters(
@@ -120,7 +122,6 @@ def bucket_parameters(
     buckets = rule([parameter.nbytes for parameter in coming], bucket_bytes)
     placed = sorted(index for bucket in buckets for index in bucket)
     if placed != list(range(len(coming))):
-        raise ValueError(
-            f"the buckets {buckets} do not hold each of the gradients 0 to {len(coming) - 1} once"
-        )
+        rule_broken = f"do not hold each of the gradients 0 to {len(coming) - 1} once"
+        raise ValueError(f"the buckets {buckets} {rule_broken}")
     return [[coming[index] for index in bucket] for bucket in buckets if bucket]

@@ -1,4 +1,4 @@
-"""Find a model's blocks, freeze them, or recompute their activations.
+"""Find a model's blocks, and recompute their activations.
 
 A checkpointed block keeps only its input in the forward pass, and recomputes its activations in the
 backward pass. If every block does it, a step computes about a third more (Chen et al., "Training
@@ -42,13 +42,11 @@ def apply_activation_checkpointing(
     ``selective`` keeps some results, as ``SelectiveCheckpointPolicy`` chooses.
     """
     chosen = outer_blocks(model, block_types)
-    how: dict[str, Any] = {"checkpoint_impl": wrapper.CheckpointImpl.NO_REENTRANT}
+    wrap = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT)
     if selective:
         # The policy counts GEMMs, so every block needs one of its own in every forward pass.
-        how["context_fn"] = lambda: create_selective_checkpoint_contexts(
-            SelectiveCheckpointPolicy()
-        )
-    wrap = partial(wrapper.checkpoint_wrapper, **how)
+        make_contexts = create_selective_checkpoint_contexts
+        wrap = partial(wrap, context_fn=lambda: make_contexts(SelectiveCheckpointPolicy()))
     wrapper.apply_activation_checkpointing(model, wrap, lambda module: module in chosen)
     return len(chosen)
 
@@ -98,13 +96,6 @@ def missing_blocks_error(
         return ValueError(f"is_unit chose no module of {kind} that has parameters: choose one")
     has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
     return ValueError(f"no block of type {', '.join(sorted(block_types))} in {kind}: it has {has}")
-
-
-def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
-    """Freeze these blocks, counted from 0 in the order of the model."""
-    blocks = find_blocks(model, block_types)
-    for index in chosen:
-        blocks[index].requires_grad_(False)
 
 
 def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:

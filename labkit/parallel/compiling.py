@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit import torch_private
 from labkit.parallel.checkpointing import checkpoint_wrappers, outer_blocks
 
 
@@ -40,7 +41,5 @@ def apply_compile(
 
 def count_compiled_graphs() -> int:
     """Count the graphs that this process has compiled; 0 means that everything runs uncompiled."""
-    # Imports the compiler, which would cost every rank half a second.
-    from labkit.torch_private import counters
-
-    return int(counters["stats"]["unique_graphs"])
+    # Looked up here, because that loads the compiler, which takes half a second.
+    return int(torch_private.counters["stats"]["unique_graphs"])

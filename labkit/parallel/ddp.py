@@ -23,6 +23,7 @@ backward pass); torch/_inductor/fx_passes/ddp_fusion.py (fusion).
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -47,18 +48,14 @@ class DDPCase:
 
     dtype: torch.dtype = torch.float32  # gradients travel in it
     forward: bool = True  # compile the forward pass as well as the backward pass
-    no_sync: bool = False  # accumulate a first batch without communication
     checkpoint: bool = False  # recompute the first layer in the backward pass
-
-    @property
-    def batches(self) -> tuple[bool, ...]:
-        """For each batch of a step, whether its backward pass averages gradients."""
-        return (False, True) if self.no_sync else (True,)
+    # For each batch of a step, whether its backward pass averages gradients or only accumulates.
+    batches: tuple[bool, ...] = (True,)
 
 
 DDP_CASES = {
     "cpu": DDPCase(),
-    "cpu_no_sync": DDPCase(no_sync=True),
+    "cpu_no_sync": DDPCase(batches=(False, True)),
     "gpu": DDPCase(),
     "bf16": DDPCase(torch.bfloat16),
     "fp16": DDPCase(torch.float16),
@@ -119,10 +116,9 @@ def apply_ddp(
 def apply_replicate(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> nn.Module:
-    """Replicate a model in place, without a wrapper: parameter names stay.
+    """Replicate a model in place, as ``apply_ddp`` without a wrapper: parameter names stay.
 
-    See ``apply_ddp``. Parameters that are DTensors on another axis leave ``parameters()`` after the
-    first forward pass.
+    DTensor parameters on another axis leave ``parameters()`` after the first forward pass.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -138,9 +134,9 @@ def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None
     Compiled, every gradient then travels alone: inductor only fuses all-reduces whose result is the
     gradient.
     """
-    if dtype != torch.float32:
-        bf16, fp16 = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
-        hook = bf16 if dtype == torch.bfloat16 else fp16
+    bf16, fp16 = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
+    hook = {torch.bfloat16: bf16, torch.float16: fp16}.get(dtype)
+    if hook:
         # A lambda, because DDP refuses the name bf16_compress_hook without a GPU, and annotations
         # that are strings.
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
@@ -149,18 +145,14 @@ def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
     """Average gradients in this context, or, if not enabled, let each rank accumulate its own."""
-    if enabled:
+    with contextlib.ExitStack() as stack:
+        if not enabled and hasattr(model, "no_sync"):
+            stack.enter_context(model.no_sync())
+        # ``replicate`` has a switch instead.
+        elif not enabled:
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
         yield
-    elif hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-    else:
-        # What ``replicate`` has instead.
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
 
 
 @contextlib.contextmanager
@@ -174,13 +166,10 @@ def fuse_all_reduces(
     tensor, ``none`` sends each alone. A bucket closes once it holds ``bucket_mb`` MiB, the first
     one at 1 MiB. With ``late_waits`` the program waits where a gradient is first used.
     """
-    # Imported here, because they load the compiler.
-    from labkit.torch_private import counters, ddp_fusion
-    from labkit.torch_private import trace_rules as rules
-
-    passes: list[Any] = [ddp_fusion.schedule_comm_wait] if late_waits else []
+    # Looked up here, because that loads the compiler.
+    passes: list[Any] = [torch_private.ddp_fusion.schedule_comm_wait] if late_waits else []
     if mode != "none":
-        fuse = getattr(ddp_fusion, f"fuse_ddp_with_{mode}_op")
+        fuse = getattr(torch_private.ddp_fusion, f"fuse_ddp_with_{mode}_op")
         # A function, because inductor would call a pass given by name with DDP's bucket size,
         # rounded down to whole MiB.
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
@@ -191,6 +180,7 @@ def fuse_all_reduces(
         # It is for inference, and mistakes a compiled backward pass for it.
         "reorder_for_locality": False,
     }
+    rules, counts = torch_private.trace_rules, torch_private.counters["inductor"]
     inlined = set(rules.LEGACY_MOD_INLINELIST)
     # Code that was compiled with other settings would be used again.
     torch.compiler.reset()
@@ -200,9 +190,9 @@ def fuse_all_reduces(
         with (
             torch_private.get("_dynamo:config").patch(optimize_ddp="python_reducer"),
             torch_private.get("_inductor:config").patch(settings),
-            mock.patch.dict(counters["inductor"]),
+            mock.patch.dict(counts),
         ):
-            counters["inductor"].pop("ddp_buckets", None)
+            counts.pop("ddp_buckets", None)
             yield
     finally:
         torch.compiler.reset()
@@ -217,39 +207,29 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
 
     Without ``inductor`` the traced graph runs as it is, with nothing fused.
     """
-    from labkit.torch_private import compiled_autograd
-
-    backend = "inductor" if inductor else "eager"
-
-    def compile_graph(graph: Any) -> Any:
-        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend)
-
     # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
-    with compiled_autograd._enable(compile_graph, dynamic=False):
+    how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
+    compile_graph = partial(torch.compile, fullgraph=True, **how)
+    with torch_private.compiled_autograd._enable(compile_graph, dynamic=False):
         yield
 
 
 def pop_bucket_count() -> int:
     """Return the number of buckets that inductor has made since the last call."""
-    from labkit.torch_private import counters
-
-    return int(counters["inductor"].pop("ddp_buckets", 0))
+    return int(torch_private.counters["inductor"].pop("ddp_buckets", 0))
 
 
 def count_traced_backwards() -> int:
     """Count the backward passes that compiled autograd has traced in this process."""
-    from labkit.torch_private import counters
-
-    return int(counters["compiled_autograd"]["captures"])
+    return int(torch_private.counters["compiled_autograd"]["captures"])
 
 
 @contextlib.contextmanager
 def capture_generated_code() -> Iterator[list[str]]:
     """Collect the code that inductor generates; a backward pass contains ``_c10d_functional``."""
-    from labkit.torch_private import GraphLowering
-
     programs: list[str] = []
     # Without the cache, from which code would be loaded instead of generated.
     no_cache = torch_private.get("_inductor:config").patch(fx_graph_cache=False)
-    with no_cache, mock.patch.object(GraphLowering, "save_output_code", programs.append):
+    graph = torch_private.GraphLowering
+    with no_cache, mock.patch.object(graph, "save_output_code", programs.append):
         yield programs

@@ -26,10 +26,9 @@ def apply_extension(
 ) -> nn.Sequential:
     """Shard a model, one unit per child, and gather its parameters with an extension."""
     # Before fully_shard, which asks a parameter's type for hooks.
-    if extension == "two_tensor":
-        tensors.convert_parameters(model)
-    elif callable(extension):
-        tensors.convert_parameters(model, extension)
+    convert = tensors.make_two_tensor if extension == "two_tensor" else extension
+    if callable(convert):
+        tensors.convert_parameters(model, convert)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):

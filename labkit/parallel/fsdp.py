@@ -27,14 +27,13 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
-from labkit.parallel import checkpointing
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import BlockTypes, UnitRule
+from labkit.parallel.checkpointing import BlockTypes, UnitRule, find_blocks
+from labkit.parallel.fsdp1 import apply_fsdp1, fsdp1_units
 from labkit.parallel.units import ROOT, Units, choose_block_types, fsdp_units, inner_first
 
 WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
@@ -70,8 +69,12 @@ def apply_fsdp2(
     for module in local_modules:
         shard(module, mesh=mesh["alone"])
     shard = partial(shard, mesh=sharding_mesh(mesh), reshard_after_forward=reshard_after_forward)
+    norms: list[nn.Module] = []
     # The statistics of a batch norm stay in float32, so its parameters must too.
-    norms = _batch_norms(model, outside) if mp_policy and mp_policy.param_dtype else []
+    if mp_policy and mp_policy.param_dtype:
+        apart = {part for module in outside for part in module.modules()}
+        inside = [module for module in model.modules() if module not in apart]
+        norms = [module for module in inside if isinstance(module, BatchNorm)]
     for norm in norms:
         shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     # Inner units first: an outer one takes the parameters that are left.
@@ -88,11 +91,6 @@ def _parameter_set(modules: Collection[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}
 
 
-def _batch_norms(model: nn.Module, outside: Collection[nn.Module]) -> list[nn.Module]:
-    apart = {part for module in outside for part in module.modules()}
-    return [m for m in model.modules() if isinstance(m, BatchNorm) and m not in apart]
-
-
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return FSDP's axes: ``data``, preceded by ``replicate`` if the mesh has it."""
     return mesh["replicate", "data"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["data"]
@@ -106,68 +104,6 @@ def enable_prefetch(model: nn.Module, units: Units) -> None:
     blocks = [modules[0] for name, modules in units.items() if name != ROOT]
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-
-
-def apply_fsdp1(
-    model: nn.Module,
-    *,
-    block_types: BlockTypes,
-    use_checkpointing: bool = False,  # checkpoint the blocks inside their units
-    use_wrap_policy: bool = True,  # make units of blocks; otherwise the model is one unit
-    skip: Collection[int] = (),
-    reshard_after_forward: bool = True,
-    mixed_precision: torch_fsdp.MixedPrecision | None = None,
-    cpu_offload: bool = False,
-    local_modules: Collection[nn.Module] = (),
-    ignored_modules: Collection[nn.Module] = (),
-    mesh: DeviceMesh | None = None,  # by default one axis of all ranks
-    # Gather the next unit before this one's gradients are computed, after, or when it is needed.
-    backward_prefetch: Literal["pre", "post", "none"] = "pre",
-    forward_prefetch: bool = False,  # gather the next unit before this one computes
-    limit_all_gathers: bool = True,  # let the CPU run ahead of a GPU by at most two gathers
-    use_orig_params: bool = True,  # keep the parameters' names; otherwise each unit is flat
-) -> FullyShardedDataParallel:
-    """Wrap a model with FullyShardedDataParallel, the older API, to compare with FSDP2."""
-    if cpu_offload and not torch.cuda.is_available():
-        raise ValueError("FSDP1 pins the memory for offload, which needs a GPU: use fsdp 2")
-    if use_checkpointing:
-        assert not callable(block_types)
-        checkpointing.apply_activation_checkpointing(model, block_types)
-    apart = [*local_modules, *ignored_modules]
-    units = fsdp_units(model, block_types, apart, skip) if use_wrap_policy else {}
-    # A tied block stays with the root: FSDP1 cannot put two modules into one unit.
-    single = {modules[0] for modules in units.values() if len(modules) == 1}
-    # Each unit is freed after its forward pass, or kept until its backward pass.
-    strategy = torch_fsdp.ShardingStrategy
-    freed, kept = strategy.FULL_SHARD, strategy.SHARD_GRAD_OP
-    group: Any = mesh["data"].get_group() if mesh else None
-    if mesh and "replicate" in (mesh.mesh_dim_names or ()):
-        freed, kept = strategy.HYBRID_SHARD, strategy._HYBRID_SHARD_ZERO2
-        group = (group, mesh["replicate"].get_group())
-
-    def wrap_rule(module: nn.Module) -> bool | dict[str, Any]:
-        if mesh and module in local_modules:
-            # Sharded over this rank alone, which averages nothing.
-            alone = mesh["alone"].get_group()
-            return {"process_group": alone, "sharding_strategy": strategy.FULL_SHARD}
-        return module in single
-
-    moments = torch_fsdp.BackwardPrefetch
-    prefetch = {"pre": moments.BACKWARD_PRE, "post": moments.BACKWARD_POST}.get(backward_prefetch)
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=freed if reshard_after_forward else kept,
-        process_group=group,
-        auto_wrap_policy=CustomPolicy(wrap_rule) if single or local_modules else None,
-        ignored_modules=ignored_modules or None,
-        backward_prefetch=prefetch,
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
-        mixed_precision=mixed_precision,
-        cpu_offload=torch_fsdp.CPUOffload(offload_params=True) if cpu_offload else None,
-        device_id=next(model.parameters()).device,
-        use_orig_params=use_orig_params,
-    )
 
 
 def apply_fsdp(
@@ -187,12 +123,12 @@ def apply_fsdp(
     ignore: Collection[str] = (),
     **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
-    """Distribute a model as ``launch.fsdp_matrix`` asks; return what to call, and its units.
+    """Distribute a model as a rank program asks; return what to call, and its units.
 
     A first axis ``replicate`` of the mesh makes hybrid sharding: each ``data`` line holds a whole
     model.
     """
-    ignored = checkpointing.find_blocks(model, ignore)
+    ignored = find_blocks(model, ignore)
     # Every rank holds all parameters, as with DDP.
     if wrap == "none":
         apply_gradient_buckets(model, mesh["data"], ignored)
@@ -210,14 +146,8 @@ def apply_fsdp(
     if fsdp == 1:
         mixed = torch_fsdp.MixedPrecision(compute, reduce) if compute else None
         shared |= {"mixed_precision": mixed, "cpu_offload": offload, "mesh": mesh}
-        wrapped = apply_fsdp1(model, **shared, **fsdp1_options)
-        # FSDP1 returns a wrapper, which holds the units; FSDP2 changes the model in place.
-        found: Units = {
-            checkpointing.plain_name(name) or ROOT: [module]
-            for name, module in wrapped.named_modules()
-            if isinstance(module, FullyShardedDataParallel)
-        }
-        return wrapped, found
+        wrapper = apply_fsdp1(model, **shared, **fsdp1_options)
+        return wrapper, fsdp1_units(wrapper)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     pinned = torch_fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shared |= {"mp_policy": policy, "offload_policy": pinned if offload else None}

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
-Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, padding, dilation and groups of a convolution."""
+from labkit.parallel.small_tensor_parallel import sum_over_ranks
 
 
 @dataclass
@@ -52,7 +52,7 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     """Add the neighbours' columns at both ends of a strip, and zeros at the image's borders."""
     dim, size = strip.dim, x.shape[strip.dim]
     first, last = x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo)
-    arrivals = _exchange_with_neighbours(first, last, strip)
+    wait = _exchange_with_neighbours(first, last, strip)
     shape = list(x.shape)
     # [N, C, H, W + 2 * halo]
     shape[dim] = size + 2 * halo
@@ -60,12 +60,8 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     # Copied while the halos travel.
     padded.narrow(dim, halo, size).copy_(x)
-    for start, arrived in zip((0, size + halo), arrivals(), strict=True):
-        border = padded.narrow(dim, start, halo)
-        if arrived is None:
-            border.zero_()
-        else:
-            border.copy_(arrived)
+    for start, arrived in zip((0, size + halo), wait(), strict=True):
+        padded.narrow(dim, start, halo).copy_(arrived)
     return padded
 
 
@@ -77,12 +73,11 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)
     first, last = grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo)
-    arrivals = _exchange_with_neighbours(first, last, strip)
+    wait = _exchange_with_neighbours(first, last, strip)
 
     def wait_and_add() -> Tensor:
-        for arrived, start in zip(arrivals(), (0, size - halo), strict=True):
-            if arrived is not None:
-                own.narrow(dim, start, halo).add_(arrived)
+        for start, arrived in zip((0, size - halo), wait(), strict=True):
+            own.narrow(dim, start, halo).add_(arrived)
         return own
 
     return wait_and_add
@@ -90,30 +85,29 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
-) -> Callable[[], list[Tensor | None]]:
+) -> Callable[[], list[Tensor]]:
     """Start to send ``first`` to the rank before and ``last`` to the rank after.
 
-    Return a function that waits, and returns what both sent; None at a border of the image.
+    Return a function that waits, and returns what both sent; zeros at a border of the image.
     """
-    inbox: list[Tensor | None] = []
+    outbox = [first.contiguous(), last.contiguous()]
+    inbox = [torch.zeros_like(outgoing) for outgoing in outbox]
     calls: list[dist.P2POp] = []
-    for outgoing, peer in ((first, strip.rank - 1), (last, strip.rank + 1)):
-        if not 0 <= peer < strip.ranks:
-            inbox.append(None)
-            continue
-        outgoing = outgoing.contiguous()
-        incoming = torch.empty_like(outgoing)
-        inbox.append(incoming)
-        calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
-        calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
+    for outgoing, incoming, peer in zip(
+        outbox, inbox, (strip.rank - 1, strip.rank + 1), strict=True
+    ):
+        if 0 <= peer < strip.ranks:
+            calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
+            calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
     # One batch, because NCCL could deadlock if two ranks both send before they receive.
     works = dist.batch_isend_irecv(calls) if calls else []
 
-    def wait() -> list[Tensor | None]:
+    def wait() -> list[Tensor]:
         for work in works:
             work.wait()
         # Until now they have kept the contiguous copies alive.
         calls.clear()
+        outbox.clear()
         return inbox
 
     return wait
@@ -146,34 +140,53 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     )
 
 
-def convolution_settings(conv: nn.Conv2d, dim: int) -> Settings:
-    """Return stride, padding, dilation and groups of a convolution whose input holds the halo."""
-    assert isinstance(conv.padding, tuple)  # halo_size refuses text
-    padding = [0 if axis == dim - 2 else size for axis, size in enumerate(conv.padding)]
-    return conv.stride, tuple(padding), conv.dilation, conv.groups
-
-
-def halo_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: Settings
-) -> Tensor:
-    """Convolve a strip [N, C, H, W] as if the whole image were on this rank; return its output.
+class HaloConv2d(nn.Module):
+    """Convolves a strip as if the whole image were on this rank, with a Conv2d's weight and bias.
 
     A collective: every rank of the line must call it, forward and backward, in the same order. The
-    gradients of weight and bias are this rank's terms of a sum.
+    gradients of weight and bias are this rank's terms of a sum, as each sees only its strip.
     """
-    size = x.shape[strip.dim]
-    # A neighbour would need columns from the rank beyond this one.
-    if halo > size:
-        raise ValueError(
-            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
-            f" halo of {halo}: use fewer ranks or a larger image"
-        )
-    if not halo:
-        return torch.conv2d(x, weight, bias, *settings)
-    if strip.pad:
-        return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *settings)
-    out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
-    return out
+
+    def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+        self.halo, self.strip = halo, strip
+        # halo_size refuses text, such as "same".
+        assert isinstance(conv.padding, tuple)
+        # The halo takes the place of the padding along the cut dimension.
+        padding = [0 if axis == strip.dim - 2 else size for axis, size in enumerate(conv.padding)]
+        self.settings = (conv.stride, tuple(padding), conv.dilation, conv.groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
+        if isinstance(x, DTensor):
+            return call_on_strip(self.forward, x)
+        halo, strip, size = self.halo, self.strip, x.shape[self.strip.dim]
+        # A neighbour would need columns from the rank beyond this one.
+        if halo > size:
+            raise ValueError(
+                f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than"
+                f" the halo of {halo}: use fewer ranks or a larger image"
+            )
+        weight, bias = _local_term(self.weight), _local_term(self.bias)
+        if not halo:
+            return torch.conv2d(x, weight, bias, *self.settings)
+        if strip.pad:
+            return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *self.settings)
+        out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, self.settings)
+        return out
+
+
+def call_on_strip(function: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
+    """Apply a function to the plain local strip of a DTensor."""
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements)
+
+
+def _local_term(parameter: Tensor | None) -> Any:
+    """Return a replicated parameter's local tensor, whose gradient is one rank's term of a sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 class _HaloConv2d(torch.autograd.Function):
@@ -209,25 +222,15 @@ class _HaloConv2d(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _SpatialMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strip: Strip) -> Tensor:
-        ctx.shape, ctx.strip = x.shape, strip
-        mean = x.mean(dim=(2, 3)) * strip.share
-        if strip.ranks > 1:
-            dist.all_reduce(mean, group=strip.group)
-        return mean
-
-    @staticmethod
-    def backward(ctx: Any, grad_mean: Tensor) -> tuple[Tensor, None]:
-        shape, strip = ctx.shape, ctx.strip
-        # Every rank of the line computes the same loss from this mean, so the gradient of the sum
-        # of all losses is ``ranks`` times one rank's. Averaging over ranks divides it again.
-        factor = strip.share * strip.ranks / (shape[2] * shape[3])
-        return (grad_mean * factor)[:, :, None, None].expand(shape), None
-
-
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
     """Average the whole image, given a strip [N, C, H, W]: one all-reduce of [N, C]."""
-    mean: Tensor = _SpatialMean.apply(x, strip)
-    return mean
+    # [N, C], this strip's term of the sum
+    term = x.mean(dim=(2, 3)) * strip.share
+    if strip.ranks == 1:
+        return term
+    # Every rank of the line computes the same loss from this mean, so the gradient of the sum of
+    # all losses is ``ranks`` times one rank's. Averaging over ranks divides it again.
+    if term.requires_grad:
+        term.register_hook(lambda grad: grad * strip.ranks)
+    assert strip.group is not None
+    return sum_over_ranks(term, strip.group)

@@ -73,7 +73,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path):
         self._folder, self._is_first = folder, dist.get_rank() == 0
-        word: list[Any] = [None, None]
+        from_first: list[Any] = [None, None]
         if self._is_first:
             folder.mkdir(parents=True, exist_ok=True)
             # Incomplete saves of a run that was killed.
@@ -82,14 +82,15 @@ class CheckpointFolder:
             newest = max((path.name for path in folder.glob("step_*")), default=None)
             # A file with a new name shows which ranks see this very folder, and not one of the same
             # name on a disk of their own.
-            word = [f".seen_{uuid.uuid4().hex}", newest]
-            (folder / word[0]).touch()
-        dist.broadcast_object_list(word)
-        mark, self._newest = word
+            mark = folder / f".seen_{uuid.uuid4().hex}"
+            mark.touch()
+            from_first = [mark.name, newest]
+        dist.broadcast_object_list(from_first)
+        mark, self._newest = folder / from_first[0], from_first[1]
         sees: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sees, (folder / mark).exists())
+        dist.all_gather_object(sees, mark.exists())
         if self._is_first:
-            (folder / mark).unlink()
+            mark.unlink()
         if blind := [rank for rank, does in enumerate(sees) if not does]:
             where = f"ranks {blind} do not see rank 0's folder {folder}"
             raise ValueError(f"{where}: take one on a disk that all share")

@@ -121,10 +121,8 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
             own = share(layer, group)
             has = _parameter_shapes(own) if isinstance(own, nn.Module) else {}
             if has != wants:
-                raise ValueError(
-                    f"layers.{index}.{name}: one of {line.size()} ranks needs a module with"
-                    f" parameters {wants}, and got {has or own!r}"
-                )
+                needs = f"one of {line.size()} ranks needs a module with parameters {wants}"
+                raise ValueError(f"layers.{index}.{name}: {needs}, and got {has or own!r}")
             setattr(mlp, name, own)
     return model
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from labkit import requirements
 from labkit.models.convnext import ConvNeXt, StochasticDepth
 from labkit.parallel import halo
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import Strip
+from labkit.parallel.halo import HaloConv2d, Strip, call_on_strip
 from labkit.theory import sizes
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
@@ -72,18 +72,15 @@ def apply_spatial(
 
 
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
-    """Return the index of the strips' mesh axis; raise ValueError if there is none."""
+    """Return the index of the strips' mesh axis, by default the last."""
     if mesh.ndim > 2:
         raise ValueError(f"mesh of {mesh.ndim} axes: take one (space) or two (data x space)")
-    if isinstance(mesh_dim, str):
-        names = mesh.mesh_dim_names or ("an unnamed mesh",)
-        if mesh_dim not in names:
-            raise ValueError(f"mesh axis {mesh_dim!r} is none of {', '.join(names)}")
-        return names.index(mesh_dim)
-    index = mesh.ndim - 1 if mesh_dim is None else mesh_dim
-    if not 0 <= index < mesh.ndim:
-        raise ValueError(f"mesh axis {index} is not in 0 to {mesh.ndim - 1}")
-    return index
+    axes: dict[int | str, int] = {axis: axis for axis in range(mesh.ndim)}
+    axes |= {name: axis for axis, name in enumerate(mesh.mesh_dim_names or ())}
+    chosen = mesh.ndim - 1 if mesh_dim is None else mesh_dim
+    if chosen not in axes:
+        raise ValueError(f"mesh axis {chosen!r} is none of {', '.join(map(str, axes))}")
+    return axes[chosen]
 
 
 def shard_batch(
@@ -114,32 +111,6 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
     data = 1 - axis_index(mesh, mesh_dim)
     count = sizes.even_share(batch, mesh.size(data), what="a batch of")
     return slice(mesh.get_local_rank(data) * count, (mesh.get_local_rank(data) + 1) * count)
-
-
-class HaloConv2d(nn.Module):
-    """Convolves one strip of a feature map, with the weight and bias of the original Conv2d."""
-
-    def __init__(self, conv: nn.Conv2d, halo_columns: int, strip: Strip):
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        settings = halo.convolution_settings(conv, strip.dim)
-        self.convolve: Callable[..., Tensor] = partial(
-            halo.halo_conv2d, halo=halo_columns, strip=strip, settings=settings
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
-        if not isinstance(x, DTensor):
-            return self.convolve(x, self.weight, self.bias)
-        bias = None if self.bias is None else _local_parameter(self.bias)
-        out = self.convolve(x.to_local(), _local_parameter(self.weight), bias)
-        return DTensor.from_local(out, x.device_mesh, x.placements)
-
-
-def _local_parameter(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    # Each rank's gradient is a term of a sum, since each sees only its strip of the image.
-    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def _replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
@@ -177,10 +148,9 @@ def _apply_dtensor(
     _replicate_parameters(model, mesh, data_ranks=mesh.size() // mesh.size(axis))
     _replace_modules(model, {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items()})
     for module in model.modules():
+        # It keeps or drops whole samples, for which a strip needs no other strip.
         if isinstance(module, StochasticDepth):
-            # It keeps or drops whole samples, for which a strip needs no other strip.
-            on_strips = partial(_forward_on_strips, module.forward)
-            module.forward = on_strips  # type: ignore[method-assign]
+            module.forward = partial(call_on_strip, module.forward)  # type: ignore[method-assign]
     # Since 2.12 torch labels the output of a convolution as replicated.
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
@@ -230,26 +200,19 @@ def _relabel_as_strips(model: nn.Module) -> None:
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
-        x = args[0]
+        x, mesh = args[0].to_local(), args[0].device_mesh
         # torch calls the gradient of a strip replicated.
-        replicated = [Replicate()] * x.device_mesh.ndim
-        mesh, placements = x.device_mesh, x.placements
-        return DTensor.from_local(x.to_local(), mesh, placements, grad_placements=replicated)
+        replicated = [Replicate()] * mesh.ndim
+        return DTensor.from_local(x, mesh, args[0].placements, grad_placements=replicated)
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
-        placements = args[0].placements
-        local = out.to_local(grad_placements=placements)
-        return DTensor.from_local(local, out.device_mesh, placements)
+        strips = args[0].placements
+        return DTensor.from_local(out.to_local(grad_placements=strips), out.device_mesh, strips)
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(relabel_input)
             module.register_forward_hook(relabel_output)
-
-
-def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
-    """Run a pixelwise module on the plain local strip of a DTensor."""
-    return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:

@@ -77,22 +77,25 @@ def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Modul
 
 
 def choose_block_types(
-    model: LabModel, wrap: str, blocks: Sequence[str], is_unit: UnitRule | None, min_numbers: int
+    model: LabModel,
+    wrap: str,
+    blocks: Sequence[str] = (),
+    is_unit: UnitRule | None = None,
+    min_numbers: int = 1,
 ) -> BlockTypes:
     """Return what becomes a unit in a wrap mode of ``apply_fsdp``; nothing for one unit alone."""
+    if wrap == "yours":
+        assert is_unit, "wrap yours needs is_unit"
+        return is_unit
     if wrap == "block":
         return tuple(blocks) or model.block_types
     if wrap == "layer":
         return layer_types(model)
-    if wrap == "yours":
-        assert is_unit, "wrap yours needs is_unit"
-        return is_unit
-    chosen: tuple[nn.Module, ...] = ()
-    if wrap == "every":
-        chosen = modules_with_parameters(model)
-    elif wrap == "size":
-        chosen = large_modules(model, min_numbers)
-    # With nothing chosen, as for root or a model that is too small, the model is one unit.
+    if wrap == "root":
+        return ()
+    large = wrap == "size"
+    chosen = large_modules(model, min_numbers) if large else modules_with_parameters(model)
+    # With nothing chosen, because the model is too small, it is one unit.
     return chosen.__contains__ if chosen else ()
 
 

@@ -89,15 +89,14 @@ def leak_bytes(model: nn.Module) -> dict[str, int]:
     Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the parameter's memory, and
     does not return it to be freed, leaves a whole parameter on every rank.
     """
-    left: dict[str, int] = {}
     # A list, so that all units are sharded again.
-    for _, gathered in list(_gather_units(model)):
-        for name, each in gathered.items():
-            # A freed tensor keeps its shape, but its storage is empty.
-            size = sum(plain.untyped_storage().nbytes() for plain in plain_tensors(each))
-            if size:
-                left[name] = size
-    return left
+    gathered = [item for _, whole in list(_gather_units(model)) for item in whole.items()]
+    # A freed tensor keeps its shape, but its storage is empty.
+    left = {
+        name: sum(plain.untyped_storage().nbytes() for plain in plain_tensors(each))
+        for name, each in gathered
+    }
+    return {name: size for name, size in left.items() if size}
 
 
 def refuse_leak(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ Shapes: P rows on every rank after padding, W ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,13 @@ from labkit.tensors.two_tensor import pad_rows, refill
 FLOAT8 = torch.float8_e4m3fn
 GROUP_SIZE = 32
 """Elements of a row that share a scale in a group."""
-_MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
-_DEFAULT_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
+SHARES = ("shard", "row", "group")
+# The largest value of each format, and what shares a scale by default.
+_FORMATS: dict[str, tuple[float, str]] = {
+    "float8": (torch.finfo(FLOAT8).max, "shard"),
+    "int8": (127, "row"),
+    "int4": (7, "row"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,9 @@ class Extension:
 
 
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
-    """Extend every parameter of two or more dims, and return how many; call it after
-    ``fully_shard`` and ``to_empty``, and before the first forward pass.
+    """Extend every parameter of two or more dims, and return how many.
+
+    Call it after ``fully_shard`` and ``to_empty``, and before the first forward pass.
     """
     # Vectors are small, and a scale per row would send more than it saves.
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -61,72 +68,64 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
         raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-        raise ValueError(
-            f"a parameter of {shape} is not sharded along dim 0: call fully_shard first"
-        )
+        rule = f"a parameter of {shape} is not sharded along dim 0"
+        raise ValueError(f"{rule}: call fully_shard first")
     if parameter.ndim < 2:
         raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
     if parameter.is_meta:
         raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
     # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
-    local: Tensor = parameter._local_tensor
-    hooks = _GatherHooks(chosen, local, parameter.shape, parameter.device_mesh.size())
-    local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
-    local.fsdp_post_all_gather = hooks.post_all_gather  # type: ignore[attr-defined]
+    local: Any = parameter._local_tensor
+    hooks = _make_hooks(local, shape, parameter.device_mesh.size(), chosen)
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = hooks
 
 
-class _GatherHooks:
-    """FSDP2's two hooks of one parameter, which call an Extension and check its results."""
-
-    def __init__(self, extension: Extension, local: Tensor, shape: torch.Size, ranks: int):
-        self.extension, self.local = extension, local
-        # P, on every rank
-        self.rows = -(-shape[0] // ranks)
-        self.gathered_shape = (self.rows * ranks, *shape[1:])
+def _make_hooks(
+    local: Tensor, shape: tuple[int, ...], ranks: int, extension: Extension
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return FSDP2's two hooks of a parameter, which call an Extension and check its results."""
+    # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
+    rows = -(-shape[0] // ranks)
 
     # With the signature (mesh) FSDP2 accepts tensors of any shape. With all five arguments it wants
     # the padded shape on a shorter last shard, which scales do not have.
-    def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        sent, names = self.extension.encode(pad_rows(self.local, self.rows)), self.extension.sends
+    def pre_all_gather(mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        sent, names = extension.encode(pad_rows(local, rows)), extension.sends
         if len(sent) != len(names):
             wanted = f"{len(names)}: {', '.join(names)}"
             raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
         return tuple(tensor.contiguous() for tensor in sent), None
 
     def post_all_gather(
-        self,
-        gathered: Sequence[Tensor],
-        metadata: None,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
+        gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        whole = self.extension.decode(gathered, param_dtype)
-        self._check_parameter(whole, param_dtype)
-        shared = _storage_id(whole) in map(_storage_id, gathered)
+        whole = extension.decode(gathered, dtype)
+        _check_decoded(whole, (rows * ranks, *shape[1:]), dtype)
         if out is None:
             # FSDP2 frees the gathered tensors itself. Naming them here as well would be wrong: it
             # computes the memory of named tensors from their number of elements.
+            shared = any(_share_memory(whole, tensor) for tensor in gathered)
             return whole, () if shared else (whole,)
-        if _storage_id(whole) != _storage_id(out):
+        if not _share_memory(whole, out):
             refill(out, whole)
         return None
 
-    def _check_parameter(self, whole: Tensor, dtype: torch.dtype) -> None:
-        wanted, given = self.gathered_shape, tuple(whole.shape)
-        if given != wanted or whole.dtype != dtype or not whole.is_contiguous():
-            raise ValueError(
-                f"decode gave {given} in {whole.dtype}, not the contiguous parameter of all ranks,"
-                f" {wanted} in {dtype}: undo what encode did to a shard of {self.rows} rows"
-            )
-        if whole.untyped_storage().nbytes() != whole.nbytes:
-            raise ValueError(
-                "decode gave a view of a larger tensor, which cannot be freed: clone it"
-            )
+    return pre_all_gather, post_all_gather
 
 
-def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _check_decoded(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = tuple(whole.shape)
+    if given != shape or whole.dtype != dtype or not whole.is_contiguous():
+        raise ValueError(
+            f"decode gave {given} in {whole.dtype}, not the contiguous parameter of all ranks,"
+            f" {shape} in {dtype}: undo what encode did to a shard"
+        )
+    if whole.untyped_storage().nbytes() != whole.nbytes:
+        raise ValueError("decode gave a view of a larger tensor, which cannot be freed: clone it")
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
@@ -135,19 +134,19 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
     A "shard", each "row", or each "group" of 32 elements of a row has a scale of its own. Two int4
     numbers share a byte, so rows must have an even length.
     """
-    if numbers not in _MAX_VALUES:
-        raise ValueError(f"{numbers} has no scales: take {', '.join(_MAX_VALUES)}")
-    share = scales or _DEFAULT_SCALES[numbers]
-    if share not in _SCALE_MAXIMA:
-        raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
+    if numbers not in _FORMATS:
+        raise ValueError(f"{numbers} has no scales: take {', '.join(_FORMATS)}")
+    if scales not in ("", *SHARES):
+        raise ValueError(f"scales {scales!r} is none of {', '.join(SHARES)}")
+    most, default = _FORMATS[numbers]
+    share = scales or default
 
     def encode(shard: Tensor) -> tuple[Tensor, Tensor]:
-        # [P, columns]
-        flat = shard.flatten(1)
-        largest = _SCALE_MAXIMA[share](flat.abs()).float()
+        groups = _group_elements(shard, share, shards=1)
+        largest = groups.abs().amax(dim=-1, keepdim=True).float()
         # A shard of zeros must not divide by 0.
-        chosen = (largest / _MAX_VALUES[numbers]).clamp(min=torch.finfo(torch.float32).tiny)
-        scaled = (flat / _expand_scales(chosen, flat, share)).view(shard.shape)
+        chosen = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = _ungroup_elements(groups / chosen, shard.shape)
         if numbers == "int4":
             return _pack_int4(scaled), chosen
         if numbers == "int8":
@@ -158,20 +157,34 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
     def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         sent, chosen = gathered
         whole = _unpack_int4(sent) if numbers == "int4" else sent.float()
-        # [W * P, columns]
-        flat = whole.flatten(1)
-        return (flat * _expand_scales(chosen, flat, share)).view(whole.shape).to(dtype)
+        groups = _group_elements(whole, share, shards=len(chosen))
+        return _ungroup_elements(groups * chosen, whole.shape).to(dtype)
 
     return Extension(("numbers", f"one scale a {share}"), encode, decode)
 
 
+def _group_elements(rows: Tensor, share: str, shards: int) -> Tensor:
+    """Return [..., elements that share a scale] of rows [R, ...] from this number of shards."""
+    # [R, columns]
+    flat = rows.flatten(1)
+    if share == "shard":
+        return flat.view(shards, -1)
+    if share == "row":
+        return flat
+    # [R, groups, 32], where the last group of a row is filled up with zeros
+    return pad(flat, (0, -flat.shape[1] % GROUP_SIZE)).unflatten(1, (-1, GROUP_SIZE))
+
+
+def _ungroup_elements(groups: Tensor, shape: torch.Size) -> Tensor:
+    columns = shape[1:].numel()
+    return groups.reshape(shape[0], -1)[:, :columns].reshape(shape)
+
+
 def _pack_int4(scaled: Tensor) -> Tensor:
     """Pack values from -7 to 7, [..., 2 N], into bytes, [..., N]."""
-    if scaled.shape[-1] % 2:
-        size = scaled.shape[-1]
-        raise ValueError(
-            f"int4 puts two numbers in a byte: rows of {size} must be even, or take int8"
-        )
+    size = scaled.shape[-1]
+    if size % 2:
+        raise ValueError(f"rows of {size} numbers, two in a byte: take an even number, or int8")
     shifted = (scaled.round() + 8).to(torch.uint8)
     return shifted[..., ::2] * 16 + shifted[..., 1::2]
 
@@ -180,38 +193,17 @@ def _unpack_int4(packed: Tensor) -> Tensor:
     return torch.stack([packed // 16, packed % 16], dim=-1).flatten(-2).float() - 8
 
 
-def _group_maxima(flat: Tensor) -> Tensor:
-    # The last group of a row may be shorter.
-    whole = pad(flat, (0, -flat.shape[1] % GROUP_SIZE))
-    return whole.unflatten(1, (-1, GROUP_SIZE)).amax(dim=2)
+def _make_cast_extension(sent: torch.dtype) -> Extension:
+    def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        # Without a copy if the gathered tensor already has this dtype.
+        return gathered[0].to(dtype)
 
-
-def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
-    """Return scales that broadcast over ``flat``, [rows, columns]."""
-    # One scale per shard: [W] -> [rows, 1], for the rows of all gathered shards.
-    if share == "shard":
-        return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
-    # [rows, groups] -> [rows, columns]
-    if share == "group":
-        return scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
-    return scales
-
-
-_SCALE_MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
-    "shard": lambda flat: flat.max().reshape(1),
-    "row": lambda flat: flat.amax(dim=1, keepdim=True),
-    "group": _group_maxima,
-}
-
-
-def _decode_cast(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    # Without a copy if the gathered tensor already has this dtype.
-    return gathered[0].to(dtype)
+    return Extension(("numbers",), lambda shard: (shard.to(sent),), decode)
 
 
 EXTENSIONS: dict[str, Extension] = {
-    "fp32": Extension(("numbers",), lambda shard: (shard.float(),), _decode_cast),
-    "bf16": Extension(("numbers",), lambda shard: (shard.bfloat16(),), _decode_cast),
+    "fp32": _make_cast_extension(torch.float32),
+    "bf16": _make_cast_extension(torch.bfloat16),
     "float8": make_quantised_extension("float8"),
     "int8": make_quantised_extension("int8"),
 }

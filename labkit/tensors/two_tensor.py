@@ -56,10 +56,8 @@ class TwoTensor(Tensor):
         layout, other = _describe_layout(a), _describe_layout(b)
         for name, value in layout.items():
             if value != other[name]:
-                values = f"{value} and {other[name]}"
-                raise ValueError(
-                    f"the halves of a TwoTensor differ in {name}, {values}: make equal ones"
-                )
+                differ = f"differ in {name}, {value} and {other[name]}"
+                raise ValueError(f"the halves of a TwoTensor {differ}: make equal ones")
         # A tensor without memory of its own.
         two: TwoTensor = Tensor._make_wrapper_subclass(cls, layout.pop("shape"), **layout)
         two.a, two.b = a.detach(), b.detach()
@@ -122,15 +120,13 @@ class TwoTensor(Tensor):
         saved the first call's parameter, so later calls must reuse its memory: FSDP2 allocates the
         gathered and the returned tensors again, and passes the parameter as ``out``.
         """
-        shapes = [tuple(each.shape) for each in all_gather_outputs]
-        if len(shapes) != 2:
-            raise ValueError(
-                f"a TwoTensor is gathered as 2 tensors, got {len(shapes)}: send a and b"
-            )
-        if shapes[0] != shapes[1]:
-            differ = f"differ in shape, {shapes[0]} and {shapes[1]}"
-            raise ValueError(f"the gathered halves {differ}: send equal sizes")
+        count = len(all_gather_outputs)
+        if count != 2:
+            raise ValueError(f"a TwoTensor is gathered as 2 tensors, got {count}: send a and b")
         a, b = all_gather_outputs
+        if a.shape != b.shape:
+            differ = f"differ in shape, {tuple(a.shape)} and {tuple(b.shape)}"
+            raise ValueError(f"the gathered halves {differ}: send equal sizes")
         if out is None:
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
             # Without a cast these are the gathered tensors, which FSDP2 frees anyway.
@@ -153,16 +149,15 @@ def make_two_tensor(weight: Tensor) -> TwoTensor:
     return TwoTensor(weight, weight.detach().clone())
 
 
-def convert_parameters(
-    model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
-) -> None:
+def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``."""
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
             converted = convert(each.detach())
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
-                kind, is_tensor = type(converted).__name__, isinstance(converted, Tensor)
-                became = f"{kind} of shape {tuple(converted.shape)}" if is_tensor else kind
+                became = type(converted).__name__
+                if isinstance(converted, Tensor):
+                    became += f" of shape {tuple(converted.shape)}"
                 was = f"a parameter of shape {tuple(each.shape)}"
                 raise ValueError(f"{was} became a {became}: give a tensor of the same shape")
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
@@ -201,11 +196,7 @@ def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
     if func in _OVERWRITE_OPS:
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if not writes or argument.is_out:
-            continue
-        if not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value)):
-            raise TypeError(
-                f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one"
-                " half"
-            )
+        writes = argument.alias_info and argument.alias_info.is_write and not argument.is_out
+        if writes and not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value)):
+            rule = f"{func.name()} would change a plain tensor by both halves of a TwoTensor"
+            raise TypeError(f"{rule}: pass one half")

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from labkit import parity, rank
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import Strip, halo_size, spatial_mean
-from labkit.parallel.spatial import HaloConv2d
+from labkit.parallel.halo import HaloConv2d, Strip, halo_size, spatial_mean
 from labkit.theory import sizes
 
 SAMPLES, CHANNELS, ACROSS = 4, 4, 6
