@@ -26,11 +26,7 @@ from labkit.config import NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import (
-    apply_activation_checkpointing,
-    find_blocks,
-    freeze_blocks,
-)
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks, freeze_blocks
 from labkit.parallel.compiling import apply_compile, count_compiled_graphs
 from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
 from labkit.parallel.saving import CheckpointFolder, load_training, save_training

@@ -10,10 +10,7 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rank that failed first by itself, from the end of each rank.
-
-    An end has ``rank``, exit ``status``, ``time`` in seconds, and ``error`` as text, "" for none.
-    """
+    """Return the rank that failed first by itself; an end has ``rank status time error``."""
     own = []
     for end in ends:
         # The launcher stops the other ranks with SIGTERM, or they lose their connection.
@@ -38,14 +35,11 @@ def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]]
 
 
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the indices of samples for each rank, so that the ranks have similar amounts of work.
-
-    The largest share is at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing
-    timing anomalies", 1969.
-    """
+    """Return each rank's samples, sharing the work; the most is at most 4/3 of the optimum."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
-    # Each sample, longest first, goes to the rank with the least work so far.
+    # Each sample, longest first, goes to the rank with the least work so far. Source: Graham,
+    # "Bounds on multiprocessing timing anomalies", 1969.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = work.index(min(work))
         dealt[least].append(index)

@@ -63,10 +63,9 @@ def full_tensor_collectives(
 ) -> dict[str, int]:
     """Return the collectives of ``DTensor.full_tensor`` and the bytes that a rank hands to them.
 
-    DTensor goes through the mesh axes, last one first. A Shard axis takes an all-gather, to which
-    each rank hands a chunk as large as the first rank's. A Partial axis takes an all-reduce of
-    what has been gathered so far. A Replicate axis takes nothing. Source: DTensor's redistribute,
-    compared with runs in tests/test_widgets_spatial.py.
+    Mesh axes are undone last one first. A Shard axis takes an all-gather, to which each rank hands
+    a chunk as large as the first rank's; a Partial axis takes an all-reduce of what has been
+    gathered so far; a Replicate axis takes nothing. Source: DTensor's redistribute.
     """
     found: Counter[str] = Counter()
     for axis in reversed(range(len(mesh))):

@@ -19,8 +19,7 @@ def shard_elements(shape: Sequence[int], ranks: int) -> int:
 def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     """Return the local sizes of a dimension cut as by DTensor's Shard: ceil(size / ranks) each.
 
-    The last ranks may get less, but not nothing. Every local size must be a multiple of
-    ``multiple``, the network's total stride, so that no convolution's window crosses a cut.
+    ``multiple`` is the network's total stride: no convolution's window may cross a cut.
     """
     if size < 1 or ranks < 1:
         raise ValueError(f"cannot cut a size of {size} over {ranks} ranks: both must be at least 1")

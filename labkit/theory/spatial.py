@@ -1,14 +1,12 @@
 """Predict sizes, bytes moved and bytes held of a ConvNeXt that is cut into strips.
 
-Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
-docstring; the labs compare every one with measurements. Arguments of all functions:
+Sizes are in elements unless the name says bytes. Arguments of all functions:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
     stages          from convnext_stages, of the whole images or of this rank's strip of them
     tensor_dim      2 if the height is cut, 3 if the width
     halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1
-    element_bytes   4 for float32, 2 for bfloat16
 """
 
 from collections.abc import Sequence
