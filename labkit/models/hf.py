@@ -1,4 +1,4 @@
-"""BERT and T5 from the transformers package, tiny and with random weights: nothing is downloaded.
+"""BERT and T5 from the transformers package, with random weights: nothing is downloaded.
 
 Shapes: N samples, T tokens, V vocabulary.
 """
@@ -26,10 +26,7 @@ class _TokenModel(LabModel):
 
 
 class Bert(_TokenModel):
-    """BertForMaskedLM without dropout; its prediction head shares a weight with the embeddings.
-
-    ``hidden`` is a multiple of 2, the number of heads.
-    """
+    """BertForMaskedLM without dropout; its prediction head shares a weight with the embeddings."""
 
     block_types = ("BertLayer", "BertLMPredictionHead")
 
@@ -61,10 +58,7 @@ class Bert(_TokenModel):
 
 
 class T5(_TokenModel):
-    """T5ForConditionalGeneration without dropout: it copies the encoder's input.
-
-    Its arguments are Bert's; the decoder has as many layers as the encoder.
-    """
+    """T5ForConditionalGeneration without dropout: it copies the encoder's input."""
 
     block_types = ("T5Block",)
 

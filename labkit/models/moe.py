@@ -1,7 +1,4 @@
-"""A minimal mixture of experts: every rank has its own expert beside the parts that all share.
-
-Shapes: N samples.
-"""
+"""A minimal mixture of experts: every rank has its own expert beside the parts that all share."""
 
 import math
 from typing import Any
@@ -13,6 +10,7 @@ from labkit.models.delay import pause_device
 from labkit.models.protocol import FloatInputModel
 
 BATCH = 4
+# 23 is odd, so that shards are uneven.
 INPUT_WIDTH, SHARED_WIDTH, EXPERT_WIDTH = 8, 12, 23
 
 
@@ -35,10 +33,8 @@ class Expert(nn.Linear):
 class MixtureOfExperts(FloatInputModel):
     """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, the one from 23 to 12 is the expert.
 
-    All but the expert is drawn from the global RNG: ranks that seed it alike have equal values.
-    Each rank has another ``expert_seed``. ``delay_before_free_ms`` pauses after the forward pass of
-    the shared part and of the expert, before a wrapper frees their gathered parameters, and exposes
-    a free that does not wait for the computation.
+    All but the expert is drawn from the global RNG. ``delay_before_free_ms`` pauses before a
+    wrapper frees gathered parameters, and exposes a free that does not wait for the computation.
     """
 
     block_types = ("Shared",)

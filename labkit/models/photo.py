@@ -37,10 +37,7 @@ def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.nda
 def image_batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return images [N, 3, height, width], channels last, and labels [N], by seed.
-
-    Labels are below ``classes``; those of the photo's tiles are the regions in which they start.
-    """
+    """Return images [N, 3, height, width], channels last, and labels [N] below ``classes``."""
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
         raise ValueError(

@@ -1,8 +1,7 @@
 """The interface of every model of the FSDP lab, so that one training loop works for all of them.
 
-A model provides its input (``get_input``), its loss (``get_loss``) and the classes of blocks that
-are worth wrapping (``block_types``). It knows no ranks: what differs between ranks, a seed for the
-samples or for an expert, comes from the caller.
+A model knows no ranks: what differs between ranks, a seed for the samples or for an expert, comes
+from the caller.
 """
 
 from abc import ABC, abstractmethod

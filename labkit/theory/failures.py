@@ -35,7 +35,7 @@ def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]]
 
 
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return each rank's samples, sharing the work; the most is at most 4/3 of the optimum."""
+    """Return the indices of each rank's samples; the largest work is at most 4/3 of the optimum."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
     # Each sample, longest first, goes to the rank with the least work so far. Source: Graham,

@@ -33,7 +33,7 @@ def _check_stage(stage: int) -> None:
 
 
 def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
-    """Return the bytes that a rank of a ring sends in a step, by collective ("ZeRO", section 7.1)."""
+    """Return the bytes that a rank of a ring sends in a step, by collective ("ZeRO", section 7)."""
     # FSDP makes two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce
     # is one of each.
     one_pass = (ranks - 1) / ranks * parameter_bytes
@@ -61,7 +61,7 @@ def tokens_to_hide(
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer with bias in an FSDP unit, and in a ``block`` that checkpointing recomputes."""
+    """A linear layer with bias in an FSDP unit, and in a ``block`` that checkpointing repeats."""
 
     inputs: int
     outputs: int

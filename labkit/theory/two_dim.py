@@ -211,7 +211,7 @@ def step_seconds(
 
 
 def step_flops_per_token(pairs: LayerPairs) -> int:
-    """Return a step's operations per token on all ranks: 6 per weight (Kaplan, arXiv:2001.08361)."""
+    """Return a step's operations per token on all ranks: 6 a weight (Kaplan, arXiv:2001.08361)."""
     return 6 * sum(2 * width * inner for width, inner in pairs)
 
 
