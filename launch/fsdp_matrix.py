@@ -9,7 +9,7 @@
 does not run functions of ``use=``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,73 +138,46 @@ class Config(WrapConfig):
         if self.compile:
             requirements.refuse_without_compiler()
 
-    def conflicts(self, world_size: int) -> list[tuple[object, str]]:
-        """List what cannot work: each condition with the message that refuses it."""
+    def conflicts(self, world_size: int) -> Iterator[str]:
+        """Yield a message for each choice of options that cannot work."""
+        yield from super().conflicts(world_size)
         fsdp1 = [name for name in FSDP1_OPTIONS if getattr(self, name) != getattr(Config, name)]
         takes_numbers = catalog.MODELS[self.model].takes_numbers
-        saves, save = self.save or self.load or self.checkpoints, Path(self.save)
-        return [
-            *super().conflicts(world_size),
-            (
-                self.wrap == "none" and (self.offload or self.hybrid),
-                "wrap none has no unit that could be offloaded or be hybrid: use wrap block",
-            ),
-            (
-                self.skip and self.wrap != "block",
-                f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block",
-            ),
-            (
-                self.hybrid and world_size % self.hybrid,
-                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must"
-                " divide them",
-            ),
-            (
-                fsdp1 and self.fsdp != 1,
-                f"{' and '.join(fsdp1)} is an option of FSDP1: use fsdp 1, or leave it out",
-            ),
-            (
-                not self.use_orig_params and self.freeze,
-                "a flat parameter is trained or not as a whole: leave out freeze, or"
-                " use_orig_params False",
-            ),
-            (
-                self.input_grad and (not takes_numbers or self.scaler),
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use"
-                " another model, or no scaler",
-            ),
-            (
-                self.compile_only and not self.compile,
-                f"compile_only {self.compile_only} says what compile compiles: set compile",
-            ),
-            (
-                self.compile and self.checkpointing and self.delay_ms,
-                "a checkpointed block that sleeps does not compile: leave out delay_ms or"
-                " checkpointing",
-            ),
-            (
-                saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                "save, load and checkpoints are for training whose parameters all ranks share: no"
-                " moe, ignore or check",
-            ),
-            (
-                self.checkpoints and (self.save or self.load or self.scaler),
-                "checkpoints save and load by themselves, and no scaler: leave out save, load and"
-                " scaler",
-            ),
-            (
-                self.checkpoints and Path(self.checkpoints).is_file(),
-                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if need"
-                " be",
-            ),
-            (
-                self.save and (save.exists() or not save.absolute().parent.is_dir()),
-                f"save {self.save!r} must be a new name in a folder that there is",
-            ),
-            (
-                self.load and not Path(self.load).exists(),
-                f"load {self.load!r} is not there: give what save wrote",
-            ),
-        ]
+        save, load, checkpoints = Path(self.save), Path(self.load), Path(self.checkpoints)
+        saves = self.save or self.load or self.checkpoints
+        if self.wrap == "none" and (self.offload or self.hybrid):
+            yield "wrap none has no unit that could be offloaded or be hybrid: use wrap block"
+        if self.skip and self.wrap != "block":
+            yield f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block"
+        if self.hybrid and world_size % self.hybrid:
+            groups = f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}"
+            yield f"{groups}: it must divide them"
+        if fsdp1 and self.fsdp != 1:
+            yield f"{' and '.join(fsdp1)} is an option of FSDP1: use fsdp 1, or leave it out"
+        if not self.use_orig_params and self.freeze:
+            rule = "a flat parameter is trained or not as a whole"
+            yield f"{rule}: leave out freeze, or use_orig_params False"
+        if self.input_grad and (not takes_numbers or self.scaler):
+            rule = "an input's gradient needs numbers, not tokens, and a loss that is not scaled"
+            yield f"{rule}: use another model, or no scaler"
+        if self.compile_only and not self.compile:
+            yield f"compile_only {self.compile_only} says what compile compiles: set compile"
+        if self.compile and self.checkpointing and self.delay_ms:
+            rule = "a checkpointed block that sleeps does not compile"
+            yield f"{rule}: leave out delay_ms or checkpointing"
+        if saves and (self.model == "moe" or self.ignore or self.check != "none"):
+            rule = "save, load and checkpoints are for training whose parameters all ranks share"
+            yield f"{rule}: no moe, ignore or check"
+        if self.checkpoints and (self.save or self.load or self.scaler):
+            rule = "checkpoints save and load by themselves, and no scaler"
+            yield f"{rule}: leave out save, load and scaler"
+        if self.checkpoints and checkpoints.is_file():
+            rule = f"checkpoints {self.checkpoints!r} is a file"
+            yield f"{rule}: name a folder, which is made if need be"
+        if self.save and (save.exists() or not save.absolute().parent.is_dir()):
+            yield f"save {self.save!r} must be a new name in a folder that there is"
+        if self.load and not load.exists():
+            yield f"load {self.load!r} is not there: give what save wrote"
 
 
 def main(config: Config) -> None:
@@ -268,12 +241,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
 
 def make_grad_scaler(config: Config, device: torch.device) -> ShardedGradScaler:
     """Make the loss scaler, equal on all ranks; without ``config.scaler`` it does nothing."""
-    return ShardedGradScaler(
-        device.type,
-        enabled=config.scaler,
-        init_scale=config.scaler_init,
-        growth_interval=config.scaler_growth,
-    )
+    scale: Any = {"init_scale": config.scaler_init, "growth_interval": config.scaler_growth}
+    return ShardedGradScaler(device.type, enabled=config.scaler, **scale)
 
 
 @dataclass

@@ -10,7 +10,7 @@ options of FSDP: hybrid sharding, offload, float16, saving and loading, and more
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from labkit import parity, rank
-from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt, refuse_conflicts
+from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
@@ -87,31 +87,26 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         catalog.check_model(self.model, sizes=self.model_sizes())
-        refuse_conflicts(self.conflicts(world_size))
+        for message in self.conflicts(world_size):
+            raise ValueError(message)
 
-    def conflicts(self, world_size: int) -> list[tuple[object, str]]:
-        """List what cannot work: each condition with the message that refuses it."""
-        not_in_small = [
-            *(name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)),
-            *(["model moe"] if self.model == "moe" else []),
-            *(["wrap none"] if self.wrap == "none" else []),
+    def conflicts(self, world_size: int) -> Iterator[str]:
+        """Yield a message for each choice of options that cannot work."""
+        others = [
+            name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)
         ]
-        return [
-            (
-                self.fsdp == "yours" and not_in_small,
-                f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
-                " shared parameters, trained in float32: use fsdp 2, or leave it out",
-            ),
-            (
-                self.wrap == "none" and self.precision in ("bf16", "fp16"),
-                f"wrap none has no unit that could gather in {self.precision}: use wrap block",
-            ),
-            (
-                self.forget is not None and self.wrap != "block",
-                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
-                " block",
-            ),
-        ]
+        others += ["model moe"] if self.model == "moe" else []
+        others += ["wrap none"] if self.wrap == "none" else []
+        if self.fsdp == "yours" and others:
+            yield (
+                f"{' and '.join(others)} is not for fsdp yours, which shards units of shared"
+                " parameters, trained in float32: use fsdp 2, or leave it out"
+            )
+        if self.wrap == "none" and self.precision in ("bf16", "fp16"):
+            yield f"wrap none has no unit that could gather in {self.precision}: use wrap block"
+        if self.forget is not None and self.wrap != "block":
+            told = f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}"
+            yield f"{told}: use wrap block"
 
     def model_sizes(self) -> dict[str, int]:
         """Return the sizes that were asked for; the model knows the others."""
@@ -150,13 +145,9 @@ def main(config: Config) -> None:
 
 def silence_warnings() -> None:
     """Silence warnings about torch's internals, which a reader cannot act on."""
-    for message in (
-        # of a unit, which is not changed in place
-        ".*returned a view tensor",
-        ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names
-        # a memory tracker on p.grad = None
-        "Expected a tensor or a traceable wrapper",
-    ):
+    # A unit is not changed in place; 2.13 has other names; a memory tracker sees p.grad = None.
+    returned, renamed = ".*returned a view tensor", ".*(into_tensor|scatter_tensor)` is deprecated"
+    for message in (returned, renamed, "Expected a tensor or a traceable wrapper"):
         warnings.filterwarnings("ignore", message=message)
 
 
@@ -174,8 +165,7 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, lab.block_types)
     # A learner's FSDP takes the place of PyTorch's: it is called with one unit after another.
     if config.fsdp == "yours":
-        rules: dict[str, Any] = {"yours": is_unit, "block": lab.block_types}
-        rules["layer"] = layer_types(lab)
+        rules = {"yours": is_unit, "block": lab.block_types, "layer": layer_types(lab)}
         units = fsdp_units(lab, rules.get(config.wrap, ())) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
@@ -202,11 +192,11 @@ def forgotten_blocks(config: Config, lab: LabModel, blocks: Sequence[str]) -> tu
 
 def make_adam(model: nn.Module) -> Optimizer:
     """Make Adam with one kernel for all shards and one for the rest: it takes no mixture."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    shards = [p for p in trained if isinstance(p, DTensor)]
-    plain = [p for p in trained if not isinstance(p, DTensor)]
-    groups = [{"params": group} for group in (shards, plain) if group]
-    return torch.optim.Adam(groups, lr=1e-3, fused=True)
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return torch.optim.Adam([{"params": each} for each in groups.values()], lr=1e-3, fused=True)
 
 
 def train(

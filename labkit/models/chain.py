@@ -1,4 +1,4 @@
-"""Linear layers in a row [N samples, D width]: the gradients of four wide ones fill several buckets."""
+"""Linear layers in a row [N samples, D width]: four wide ones fill several gradient buckets."""
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
