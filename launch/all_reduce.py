@@ -4,8 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are sums right?
 
 A message costs a latency, whatever its size, plus time for its bytes. For small messages latency
-dominates, which is why gradients travel in buckets. ``theory.collectives.fit_alpha_beta`` fits both
-numbers to these measurements.
+dominates, which is why gradients travel in buckets. ``fit_alpha_beta`` of theory fits both numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,14 +46,14 @@ class Config:
             raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes")
         for size in (*self.message_bytes, self.total_bytes):
             if size % FLOAT32_BYTES:
-                rule = f"{size} bytes are no whole number of float32"
-                raise ValueError(f"{rule}: take a multiple of {FLOAT32_BYTES}")
+                raise ValueError(
+                    f"{size} bytes are no whole number of float32: take a multiple of 4"
+                )
         for count in self.pieces:
             if self.total_bytes % (FLOAT32_BYTES * count):
-                raise ValueError(
-                    f"{self.total_bytes} bytes cannot be cut into {count} equal messages of"
-                    f" float32: take pieces that divide {self.total_bytes // FLOAT32_BYTES}"
-                )
+                rule = f"{self.total_bytes} bytes cannot be cut into {count} equal float32 messages"
+                elements = self.total_bytes // FLOAT32_BYTES
+                raise ValueError(f"{rule}: take pieces that divide {elements}")
 
 
 def main(config: Config) -> None:

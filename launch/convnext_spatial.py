@@ -83,13 +83,11 @@ class Config:
         requirements.refuse_native_strategy(self.strategy)
         ranks = sizes.parse_mesh_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
-            raise ValueError(
-                f"strategy plain is one device's training: it takes 1 rank, not {world_size}"
-            )
+            rule = "strategy plain is one device's training"
+            raise ValueError(f"{rule}: it takes 1 rank, not {world_size}")
         if self.strategy == "yours" and (self.tensor_dim != 3 or ranks["space"] != world_size):
-            raise ValueError(
-                "strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty"
-            )
+            rule = "strategy yours cuts the width over all ranks"
+            raise ValueError(f"{rule}: leave tensor_dim at 3 and mesh empty")
         if self.data == "photo" and self.num_classes < 10:
             rule = f"num_classes {self.num_classes} cannot label the photo's ten regions"
             raise ValueError(f"{rule}: take at least 10")

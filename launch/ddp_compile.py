@@ -85,18 +85,17 @@ class Config:
             rule = "costs are those of DDP's own reducer"
             raise ValueError(f"{rule}: use mode ddp, case cpu, check none and no race")
         if self.check == "none" and mode != "compiled" and case == "backward_only":
-            rule = f"mode {mode} compiles nothing, so not the backward pass alone"
-            raise ValueError(f"{rule}: use mode compiled")
+            raise ValueError(f"mode {mode} compiles nothing, no backward pass: use mode compiled")
         if buckets and (self.fuse == "none" or not self.inductor):
             rule = "check buckets looks for what inductor fuses"
             raise ValueError(f"{rule}: use fuse coalesced or concat, and inductor")
         if buckets and case in ("cpu_no_sync", "bf16", "fp16"):
             rule = f"check buckets looks at one float32 backward pass, not at case {case}"
             raise ValueError(f"{rule}: use case cpu")
-        compiles = self.mode == "compiled" or (self.check != "none" and self.mode != "yours")
+        compiles = mode == "compiled" or (self.check != "none" and mode != "yours")
         if self.inductor and compiles:
             requirements.refuse_without_compiler()
-        if self.case == "gpu":
+        if case == "gpu":
             # Importing torch takes seconds, which the other cases need not wait for.
             from torch.cuda import device_count
 
@@ -146,8 +145,7 @@ def main(config: Config) -> None:
             if config.race:
                 other = build_chain(case=case, device=here.device, **sizes)
                 rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                racers: dict[str, Any] = {config.mode: (lab, model), "ddp": (other, rival)}
-                race_techniques(config, here, racers)
+                race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
             else:
                 train(config, here, lab, model, mesh)
         # Only the programs of backward passes contain collectives.

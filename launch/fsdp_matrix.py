@@ -5,8 +5,7 @@
     torchrun --standalone --nproc-per-node 4 -m launch.fsdp_matrix --save half_way
     torchrun --standalone --nproc-per-node 2 -m launch.fsdp_matrix --load half_way --accumulate 2
 
-``fsdp_wrap`` is the same training with only the options that a learner needs first. This program
-does not run functions of ``use=``.
+``fsdp_wrap`` is the same training with only the options that a learner needs first, and ``use=``.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,8 +58,8 @@ class Config(WrapConfig):
     """Which model, which of FSDP's options, and what is measured."""
 
     wrap: Wrap = "block"  # type: ignore[assignment]  # others than fsdp_wrap's
-    """Units: none (every rank holds all), the whole model, each block, each layer that owns
-    parameters, every module that contains any, or those with min_numbers of them (size).
+    """Units: none (all ranks hold all), the whole model, each block, each layer that owns parameters,
+    every module that contains any, or those with min_numbers of them (size).
     """
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
@@ -97,9 +96,7 @@ class Config(WrapConfig):
     scaler_growth: PositiveInt = 2000
     """Good steps after which the scale is doubled."""
     accumulate: PositiveInt = 1
-    """Batches per rank and step, whose gradients are averaged. Before each step gradients become
-    zero or None, in turn.
-    """
+    """Batches per step, whose gradients are averaged, and become zero or None before it, in turn."""
     compile: bool = False
     """Compile each block with inductor."""
     compile_only: tuple[str, ...] = ()
@@ -119,16 +116,15 @@ class Config(WrapConfig):
     load: str = ""
     """Resume from a folder or file that save wrote, on any number of ranks."""
     checkpoints: str = ""
-    """Save after every step in this folder, on a disk that all ranks share, and resume from its
-    newest complete save, on any number of ranks. Steps of earlier runs count, but every run
-    trains at least two.
+    """Save after every step in this folder on a shared disk, and resume from its newest complete
+    save, on any number of ranks. Steps of earlier runs count; every run trains at least two.
     """
     input_grad: bool = False
     """Let the input require a gradient, which a check compares."""
 
     SIZES: ClassVar[tuple[str, ...]] = (
-        *("hidden", "narrow", "dim", "layers", "batch", "vocab"),
-        *("delay_after_loss_ms", "delay_before_reduction_ms", "delay_before_free_ms"),
+        *(*WrapConfig.SIZES, "vocab", "delay_after_loss_ms"),
+        *("delay_before_reduction_ms", "delay_before_free_ms"),
     )
 
     def validate(self, world_size: int) -> None:
@@ -279,10 +275,10 @@ class TrainingLoop:
 
     def resume(self, optimizer: Optimizer) -> tuple[int, int, Callable[[int], None]]:
         """Load a training; return its steps, those to measure, and what saves after each."""
-        config = self.config
+        config, load = self.config, Path(self.config.load)
         if not config.checkpoints:
-            load = partial(load_training, Path(config.load), self.model, optimizer)
-            return load() if config.load else 0, config.steps, lambda step: None
+            done = load_training(load, self.model, optimizer) if config.load else 0
+            return done, config.steps, lambda step: None
         folder = CheckpointFolder(Path(config.checkpoints))
         done = folder.load(self.model, optimizer)
         return done, max(0, config.steps - done), partial(folder.save, self.model, optimizer)
@@ -296,16 +292,10 @@ class TrainingLoop:
             inputs = tuple(cast_floats(each, torch.float16) for each in inputs)
         if config.input_grad:
             inputs = require_gradients(inputs)
-        enabled = config.precision == "autocast"
-        return forward_backward(
-            step,
-            self.lab,
-            self.model,
-            inputs,
-            keep=config.check == "parity",
-            autocast=torch.autocast(here.device.type, torch.bfloat16, enabled=enabled),
-            scale=lambda loss: self.scaler.scale(loss / config.accumulate),
-        )
+        enabled, keep = config.precision == "autocast", config.check == "parity"
+        how: Any = {"scale": lambda loss: self.scaler.scale(loss / config.accumulate)}
+        how["autocast"] = torch.autocast(here.device.type, torch.bfloat16, enabled=enabled)
+        return forward_backward(step, self.lab, self.model, inputs, keep=keep, **how)
 
 
 def check_parity(training: TrainingLoop) -> dict[str, Any]:
@@ -316,19 +306,12 @@ def check_parity(training: TrainingLoop) -> dict[str, Any]:
     steps = config.steps if dtype == torch.float32 else 1
     optimizer = parity.make_sgd(training.model)
     trained = training.run(optimizer, partial(here.plain_steps, most=steps))
-    one_device = parity.OneDevice(
-        partial(build_model, config, here.device),
-        here.world_size,
-        dtype,
-        here.device,
-        config.accumulate,
-        rounding=rounding,
-        mean=True,
-        local_types=config.ignore,
-        input_gradients=config.input_grad,
-    )
-    how = {"rank": here.rank, "steps": steps}
-    verdict = compare_fsdp_training(one_device, training.model, trained, **how)
+    build = partial(build_model, config, here.device)
+    how: Any = {"batches": config.accumulate, "rounding": rounding, "mean": True}
+    how |= {"local_types": config.ignore, "input_gradients": config.input_grad}
+    one_device = parity.OneDevice(build, here.world_size, dtype, here.device, **how)
+    places = {"rank": here.rank, "steps": steps}
+    verdict = compare_fsdp_training(one_device, training.model, trained, **places)
     if config.scaler:
         scale = training.scaler.get_scale()
         verdict |= {"scale": scale, "ok": verdict["ok"] and scale > 1}

@@ -170,17 +170,10 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
     # Last, because what FSDP shards must not be replaced or rounded any more.
-    return apply_fsdp(
-        lab,
-        mesh,
-        wrap=config.wrap,
-        fsdp=config.fsdp,
-        skip=forgotten_blocks(config, lab, lab.block_types),
-        precision=config.precision,
-        reshard_after_forward=config.reshard_after_forward,
-        prefetch=config.prefetch,
-        is_unit=is_unit,
-    )
+    skip = forgotten_blocks(config, lab, lab.block_types)
+    names = ("wrap", "fsdp", "precision", "reshard_after_forward", "prefetch")
+    chosen: Any = {name: getattr(config, name) for name in names}
+    return apply_fsdp(lab, mesh, skip=skip, is_unit=is_unit, **chosen)
 
 
 def forgotten_blocks(config: Config, lab: LabModel, blocks: Sequence[str]) -> tuple[int, ...]:

@@ -215,6 +215,17 @@ def step_flops_per_token(pairs: LayerPairs) -> int:
     return 6 * sum(2 * width * inner for width, inner in pairs)
 
 
+def count_tp_lines(ranks: int, tp: int, sequence_parallel: bool) -> int:
+    """Return the number of lines of ``tp`` ranks, or raise ValueError if there is no whole one."""
+    if ranks % tp:
+        raise ValueError(
+            f"{ranks} ranks cannot be cut into lines of tp = {tp}: it must divide them"
+        )
+    if sequence_parallel and tp == 1:
+        raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
+    return ranks // tp
+
+
 def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
     """Return the sizes of ``tp`` that divide the ranks, and let ``data`` divide the samples."""
     return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
