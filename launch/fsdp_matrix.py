@@ -58,8 +58,8 @@ class Config(WrapConfig):
     """Which model, which of FSDP's options, and what is measured."""
 
     wrap: Wrap = "block"  # type: ignore[assignment]  # others than fsdp_wrap's
-    """Units: none (all ranks hold all), the whole model, each block, each layer that owns parameters,
-    every module that contains any, or those with min_numbers of them (size).
+    """Units: none (every rank holds all), the whole model, each block, each layer that owns
+    parameters, every module that contains any, or those with min_numbers of them (size).
     """
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
@@ -96,7 +96,7 @@ class Config(WrapConfig):
     scaler_growth: PositiveInt = 2000
     """Good steps after which the scale is doubled."""
     accumulate: PositiveInt = 1
-    """Batches per step, whose gradients are averaged, and become zero or None before it, in turn."""
+    """Batches per step, whose gradients are averaged; before it they become zero or None, in turn."""
     compile: bool = False
     """Compile each block with inductor."""
     compile_only: tuple[str, ...] = ()
