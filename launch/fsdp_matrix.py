@@ -96,7 +96,7 @@ class Config(WrapConfig):
     scaler_growth: PositiveInt = 2000
     """Good steps after which the scale is doubled."""
     accumulate: PositiveInt = 1
-    """Batches per step, whose gradients are averaged; before it they become zero or None, in turn."""
+    """Batches per step, with averaged gradients, which become zero or None before it, in turn."""
     compile: bool = False
     """Compile each block with inductor."""
     compile_only: tuple[str, ...] = ()
