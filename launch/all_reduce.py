@@ -86,6 +86,7 @@ def time_collectives(config: Config, here: rank.Session, messages: TensorsByName
 
 def check_sums(here: rank.Session, messages: TensorsByName) -> None:
     """All-reduce r + 1 in every element of rank r, and compare with the sum on one device."""
+    # Another value on every rank, so that a rank left out or counted twice shows.
     expected, wrong, compared = here.world_size * (here.world_size + 1) // 2, 0, 0
     for tensor in chain.from_iterable(messages.values()):
         tensor.fill_(here.rank + 1)

@@ -148,12 +148,14 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)
         checked = config.check == "parity"
         reference = parity.seed_and_copy(model, config.seed) if checked else model
+        # Even one rank takes this way, so that strategies are compared with plain code.
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
+        # Optimizer steps carry rounding on, so a check compares a single one.
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, one_step if checked else here.steps, model, *batch)
         if checked:
@@ -166,6 +168,7 @@ def main(config: Config) -> None:
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
     """Build the model, equal on all ranks."""
     torch.manual_seed(config.seed)
+    # Channels last is the layout in which CPU and GPU convolve fastest.
     layers = config.depths, config.dims, config.drop_path_rate, config.layer_scale_init_value
     model = ConvNeXt(3, config.num_classes, *layers, init=config.init)
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

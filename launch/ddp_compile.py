@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD
 
@@ -130,6 +131,7 @@ def main(config: Config) -> None:
     sizes = {name: getattr(config, name) for name in ("dim", "batch", "layers")}
     how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
+        # validate saw the GPUs, but device="cpu" was asked for.
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
@@ -163,6 +165,7 @@ def race_techniques(
         # In turn within each step, so that a disturbance hits all, and in alternating order.
         for name in list(racers)[:: -1 if index % 2 else 1]:
             dist.barrier()
+            # Forward and backward are no spans of the step here: only the whole is compared.
             with step.span(name):
                 optimizers[name].zero_grad()
                 forward_backward(config, here, *racers[name], index, next(here.plain_steps(1)))
@@ -177,7 +180,7 @@ def train(
         other = copy.deepcopy(lab)
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
         # DDP's backward pass with all of its work but the messages.
-        silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
+        silent.register_comm_hook(None, noop_hook)
     optimizer = SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
@@ -214,13 +217,6 @@ def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, s
             handles = [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]
             for handle in handles:
                 handle.wait()
-
-
-def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Leave each rank its own gradients, as a communication hook."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def forward_backward(

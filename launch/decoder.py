@@ -164,6 +164,7 @@ def parallelize_model(
     if config.checkpointing != "none":
         selective = config.checkpointing == "selective"
         apply_activation_checkpointing(lab, lab.block_types, selective=selective)
+    # Gradients are reduced in float32 in both.
     precision: Precision = "fp32" if config.precision == "float32" else "bf16"
     how: Any = {"precision": precision, "reshard_after_forward": config.reshard}
     return apply_fsdp(lab, mesh, wrap=config.wrap, **how)

@@ -257,6 +257,7 @@ class TrainingLoop:
         before, steps, save = self.resume(optimizer)
         tracked = fsdp_wrap.trackable(config, self.model, optimizer)
         outcomes: list[StepOutcome] = []
+        # A save comes after a step's clock has stopped.
         measured = measure(steps, track=tracked, after=lambda: save(before + len(outcomes)))
         for index, step in enumerate(measured, start=before):
             optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))
@@ -288,6 +289,7 @@ class TrainingLoop:
         config, here = self.config, self.session
         place = index, here.rank, batch, config.accumulate
         inputs = parity.draw_samples(self.lab, here.device, *place)
+        # FSDP casts inputs only under mixed precision.
         if config.precision == "pure_fp16":
             inputs = tuple(cast_floats(each, torch.float16) for each in inputs)
         if config.input_grad:
@@ -313,6 +315,7 @@ def check_parity(training: TrainingLoop) -> dict[str, Any]:
     places = {"rank": here.rank, "steps": steps}
     verdict = compare_fsdp_training(one_device, training.model, trained, **places)
     if config.scaler:
+        # A scale of at most 1 means that nearly every step was skipped.
         scale = training.scaler.get_scale()
         verdict |= {"scale": scale, "ok": verdict["ok"] and scale > 1}
     if config.compile:

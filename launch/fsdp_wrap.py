@@ -132,8 +132,10 @@ def main(config: Config) -> None:
     with rank.session() as here:
         silence_warnings()
         lab = build_model(config, here.device, here.rank)
+        # Before wrapping, so that a delay lies between a unit's gather and its release.
         for block in find_blocks(lab, lab.block_types):
             delay_compute(block, config.delay_ms)
+        # Experts, which differ from rank to rank, are units on the axis of one rank.
         mesh = here.mesh(data=here.world_size, alone=1)
         model, units = parallelize_model(config, mesh, lab)
         if config.check == "none":
@@ -206,6 +208,7 @@ def train(
     for index, step in enumerate(measure(config.steps, track=tracked)):
         inputs = parity.draw_samples(lab, here.device, index, here.rank)
         optimizer.zero_grad()
+        # Only a check keeps outputs: they would count as memory of training.
         outcome = forward_backward(step, lab, model, inputs, keep=config.check == "parity")
         with step.span("optimizer"):
             optimizer.step()

@@ -160,6 +160,7 @@ def parallelize_model(
     # hooks gather and free around a block and stay outside of the compiled code.
     if compile:
         apply_compile(lab, lab.block_types)
+    # With one rank along data FSDP would only wrap.
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
     if config.layers == "yours":
@@ -225,6 +226,7 @@ def time_share_and_collectives(
         for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
             # float32: 4 bytes per element
             message = torch.zeros(size // 4, device=inputs[0].device)
+            # All ranks start together, or one would measure its wait for another.
             dist.barrier()
             with step.span(f"{axis}_{size}"):
                 for _ in range(COLLECTIVE_REPEATS):

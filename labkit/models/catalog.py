@@ -156,6 +156,7 @@ def create_model(
     entry = check_model(model, sizes=sizes)
     module, _, class_name = entry.target.partition(".")
     chosen: type[LabModel] = getattr(importlib.import_module(f"labkit.models.{module}"), class_name)
+    # The catalog itself must not import torch: a launch is checked without it.
     if seed is not None:
         importlib.import_module("torch").manual_seed(seed)
     # Ranks differ only in their expert.

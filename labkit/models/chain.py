@@ -7,10 +7,7 @@ from labkit.models.protocol import FloatInputModel
 
 
 class LinearChain(FloatInputModel):
-    """The layers fc1 to fc4, or as many as you ask for, each D -> D with a bias.
-
-    With ``checkpoint``, fc1 is recomputed in the backward pass (non-reentrant).
-    """
+    """Layers fc1, fc2, …, each D -> D with a bias; ``checkpoint`` recomputes the first."""
 
     block_types = ("Linear",)
     fc1: nn.Linear

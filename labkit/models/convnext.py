@@ -33,12 +33,7 @@ class ChannelLayerNorm(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a residual branch [N, C, H, W] for random samples; scale those that stay.
-
-    A rank that holds only some samples, or only a part of each image, must decide like all others:
-    it draws for all ``shards`` times N samples from a generator that every rank seeds alike, and
-    uses its own N. Source: Huang et al., 2016 (arXiv:1603.09382).
-    """
+    """Drop a residual branch of random samples, in training; scale others (arXiv:1603.09382)."""
 
     def __init__(self, drop_rate: float):
         super().__init__()
@@ -50,7 +45,8 @@ class StochasticDepth(nn.Module):
 
     def keep_factors(self, samples: int) -> Tensor:
         """Draw 0 or 1 / (1 - drop_rate) for each of this rank's samples: [N], on the CPU."""
-        # On the CPU, so that all devices draw the same.
+        # A rank that holds only some samples, or a part of each image, must decide like all others.
+        # So it draws for all shards from a generator that every rank seeds alike, on the CPU.
         drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
         mine = drawn[self.shard * samples : (self.shard + 1) * samples]
         return (mine >= self.drop_rate).float() / (1 - self.drop_rate)
@@ -109,12 +105,7 @@ class GlobalMean(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A Downsample and ``depths[i]`` blocks of ``dims[i]`` channels per stage, then mean and head.
-
-    ``drop_path_rate`` is the stochastic depth of the last block; it grows linearly from 0 at the
-    first. ``init`` is trunc_normal (standard deviation 0.2), or ones, which makes all channels
-    equal: the norm returns 0 and the loss is ln(num_classes), whatever else is wrong.
-    """
+    """Per stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels; mean and head."""
 
     def __init__(
         self,
@@ -131,6 +122,7 @@ class ConvNeXt(nn.Module):
         if len(depths) != len(dims) or not depths:
             given = f"depths {tuple(depths)} and dims {tuple(dims)}"
             raise ValueError(f"{given} must have one entry a stage, at least one")
+        # Stochastic depth grows linearly, from 0 at the first block.
         rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
         for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
@@ -148,7 +140,8 @@ class ConvNeXt(nn.Module):
         """Fill weights and biases again, as after ``to_empty`` on a model from the meta device."""
         if init not in ("trunc_normal", "ones"):
             raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
-        # Equal channels would hide wrong sharding, so "ones" is not the default.
+        # With ones all channels are equal: the norm returns 0, and the loss is ln(num_classes),
+        # whatever else is wrong. So it is not the default.
         fill = nn.init.ones_ if init == "ones" else partial(nn.init.trunc_normal_, std=0.2)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):

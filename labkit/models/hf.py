@@ -31,6 +31,7 @@ class Bert(_TokenModel):
     block_types = ("BertLayer", "BertLMPredictionHead")
 
     def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+        # Here, because the package is optional, and its import takes seconds.
         from transformers import BertConfig, BertForMaskedLM
 
         super().__init__()

@@ -23,6 +23,7 @@ class Expert(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, seed: int):
         super().__init__(in_features, out_features)
+        # The range of nn.Linear's own initial values.
         bound, generator = 1 / math.sqrt(in_features), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -31,11 +32,7 @@ class Expert(nn.Linear):
 
 
 class MixtureOfExperts(FloatInputModel):
-    """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, the one from 23 to 12 is the expert.
-
-    All but the expert is drawn from the global RNG. ``delay_before_free_ms`` pauses before a
-    wrapper frees gathered parameters, and exposes a free that does not wait for the computation.
-    """
+    """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, that from 23 to 12 is the expert."""
 
     block_types = ("Shared",)
     input_shape = (BATCH, INPUT_WIDTH)
@@ -47,6 +44,8 @@ class MixtureOfExperts(FloatInputModel):
         first, last = nn.Linear(INPUT_WIDTH, SHARED_WIDTH), nn.Linear(SHARED_WIDTH, INPUT_WIDTH)
         self.net = nn.Sequential(first, shared, expert, last)
 
+        # A pause between the computation and the release of gathered parameters exposes a wrapper
+        # that frees without waiting.
         def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:
             pause_device(delay_before_free_ms, output.device)
 

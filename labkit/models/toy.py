@@ -13,7 +13,7 @@ class CustomLinear(nn.Module):
 
     def __init__(self, a: int, b: int):
         super().__init__()
-        # The transpose of nn.Linear's.
+        # The transpose of nn.Linear's. Scaled, so that the output is as large as the input.
         self.weight = nn.Parameter(torch.randn(a, b) / math.sqrt(a))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,11 +12,7 @@ BATCH, SOURCE_TOKENS, TARGET_TOKENS = 2, 6, 4
 
 
 class TransformerWithSharedParams(LabModel):
-    """``nn.Transformer`` between one embedding, for both sides, and an output layer tied to it.
-
-    Two buffers, one of floats and one of integers, are added to the source, because wrappers treat
-    buffers apart. ``d_model`` is a multiple of 8, the number of heads.
-    """
+    """``nn.Transformer`` (8 heads) between an embedding of both sides and an output tied to it."""
 
     block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")
     vocab_bias: Tensor
@@ -43,7 +39,9 @@ class TransformerWithSharedParams(LabModel):
             batch_first=True,
         )
         self.output_proj = nn.Linear(d_model, vocab)
+        # One parameter with two users, which no split into units may separate.
         self.output_proj.weight = self.embed_tokens.weight
+        # One of floats and one of integers, because wrappers treat buffers apart.
         self.register_buffer("vocab_bias", torch.ones(d_model))
         self.register_buffer("long_buffer", torch.zeros(d_model, dtype=torch.long))
         # Takes the samples for its channels. Every rank changes its running statistics in its way.

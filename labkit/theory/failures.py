@@ -11,16 +11,11 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
     """Return the rank that failed first by itself; an end has ``rank status time error``."""
-    own = []
-    for end in ends:
-        # The launcher stops the other ranks with SIGTERM, or they lose their connection.
-        lost_connection = CONNECTION_LOST_TEXT in str(end.get("error", ""))
-        if end["status"] not in (0, SIGTERM_STATUS) and not lost_connection:
-            own.append(end)
+    # The launcher stops the other ranks with SIGTERM, or they lose their connection.
+    failed = [end for end in ends if end["status"] not in (0, SIGTERM_STATUS)]
+    own = [end for end in failed if CONNECTION_LOST_TEXT not in str(end.get("error", ""))]
     if not own:
-        raise ValueError(
-            "no rank failed by itself: each ended well, was ended, or lost a connection"
-        )
+        raise ValueError("no rank failed by itself: each ended well, was ended, or lost its peer")
     return int(min(own, key=lambda end: end["time"])["rank"])
 
 
