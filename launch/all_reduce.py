@@ -46,9 +46,8 @@ class Config:
             raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes")
         for size in (*self.message_bytes, self.total_bytes):
             if size % FLOAT32_BYTES:
-                raise ValueError(
-                    f"{size} bytes are no whole number of float32: take a multiple of 4"
-                )
+                rule = f"{size} bytes are no whole number of float32"
+                raise ValueError(f"{rule}: take a multiple of {FLOAT32_BYTES}")
         for count in self.pieces:
             if self.total_bytes % (FLOAT32_BYTES * count):
                 rule = f"{self.total_bytes} bytes cannot be cut into {count} equal float32 messages"

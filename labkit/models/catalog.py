@@ -115,9 +115,8 @@ def check_model(
     entry = MODELS[model]
     if entry.extra and importlib.util.find_spec(entry.extra) is None:
         others = ", ".join(name for name, other in MODELS.items() if not other.extra)
-        raise ValueError(
-            f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}"
-        )
+        fix = f"pip install 'labkit[hf]'; without it: {others}"
+        raise ValueError(f"model {model} needs {entry.extra}: {fix}")
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
         known = ", ".join(entry.class_counts)
@@ -129,9 +128,8 @@ def check_model(
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
-            raise ValueError(
-                f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}"
-            )
+            rule = f"{name} {tuple(chosen)} counts blocks that are not there"
+            raise ValueError(f"{rule}: model {model} has {last}")
     return entry
 
 

@@ -40,9 +40,8 @@ def image_batch(
     """Return images [N, 3, height, width], channels last, and labels [N] below ``classes``."""
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
-        raise ValueError(
-            f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}"
-        )
+        rule = f"{classes} classes cannot label the photo's {regions} regions"
+        raise ValueError(f"{rule}: take at least {regions}")
     random = numpy.random.default_rng(seed)
     if kind == "photo":
         images, labels = photo_tiles(random, count, height, width)

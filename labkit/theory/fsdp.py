@@ -208,6 +208,9 @@ class MemoryLedger:
         # Stages 0 and 1 gather nothing, and reduce nothing before the end of the step.
         self.sharded, self.short = self.stage >= 2, self.number_bytes != FLOAT_BYTES
         self.units = unit_bytes(self.layers, self.ranks)
+        sizes = self.units.items()
+        self.full = {unit: full * self.number_bytes // FLOAT_BYTES for unit, (_, full) in sizes}
+        self.loss_bytes = FLOAT_BYTES * self.samples * self.layers[-1].outputs
         self.gathered: set[str] = set()
         # Units that were prefetched and are still in the all-gather's buffer.
         self.ahead: set[str] = set()
@@ -249,12 +252,6 @@ class MemoryLedger:
     def _activation_bytes(self, width: int) -> int:
         return self.number_bytes * self.samples * width
 
-    def _full_unit_bytes(self, unit: str) -> int:
-        return self.units[unit][1] * self.number_bytes // FLOAT_BYTES
-
-    def _loss_bytes(self) -> int:
-        return FLOAT_BYTES * self.samples * self.layers[-1].outputs
-
     def _inner_layers(self, block: str) -> list[LinearLayer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
@@ -274,14 +271,14 @@ class MemoryLedger:
                 self._reshard_unit(layer.unit)
         self.change("all_gather", -self.buffer)
         # The mean square of output - 1 in float32 keeps output - 1; a short output is cast first.
-        size = self._loss_bytes()
+        size = self.loss_bytes
         cast = size if self.short else 0
         self.change("temp", cast)
         self.change("activation", size)
         self.change("temp", -cast, size, -size)
 
     def run_backward(self) -> None:
-        size = self._loss_bytes()
+        size = self.loss_bytes
         # Autograd holds the mean's gradient, output - 1, twice that, and their product at once.
         self.change("temp", 4 * size, -3 * size)
         self.change("activation", -size)
@@ -332,28 +329,28 @@ class MemoryLedger:
 
     def _gather_unit(self, unit: str) -> None:
         if self.sharded and unit not in self.gathered:
-            self.change("all_gather", self._full_unit_bytes(unit))
+            self.change("all_gather", self.full[unit])
             self._unshard_unit(unit)
             self.change("all_gather", -self.buffer)
-            self.buffer = self._full_unit_bytes(unit)
+            self.buffer = self.full[unit]
 
     def _regather_unit(self, unit: str, ahead: str) -> None:
         # Backward prefetch: the next unit is gathered before this one computes.
         for needed in (unit, ahead) if self.sharded else ():
             if needed and needed not in self.gathered | self.ahead:
-                self.change("all_gather", self._full_unit_bytes(needed))
+                self.change("all_gather", self.full[needed])
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard_unit(unit)
-                self.change("all_gather", -self._full_unit_bytes(unit))
+                self.change("all_gather", -self.full[unit])
                 self.ahead.discard(unit)
 
     def _unshard_unit(self, unit: str) -> None:
-        self.change("unsharded_parameter", self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", self.full[unit])
         self.gathered.add(unit)
 
     def _reshard_unit(self, unit: str) -> None:
-        self.change("unsharded_parameter", -self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", -self.full[unit])
         self.gathered.discard(unit)
 
     def _reduce_gradients(self, unit: str) -> None:
@@ -363,7 +360,7 @@ class MemoryLedger:
         self._reshard_unit(unit)
         self.change("reduce_scatter", -self.reducing, full)
         # bfloat16 gradients are copied into the order of the ranks before they become float32.
-        copied = self._full_unit_bytes(unit) if self.short else 0
+        copied = self.full[unit] if self.short else 0
         self.change("temp", copied)
         self.change("gradient", kept)
         elements = sum(layer.elements for layer in self.layers if layer.unit == unit)
@@ -398,10 +395,8 @@ def step_ledger(
     """
     _check_stage(stage)
     if stage < 2 and number_bytes != FLOAT_BYTES:
-        raise ValueError(
-            f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
-            "take float32, or stage 2 or 3"
-        )
+        rule = f"stage {stage} gathers no parameters, so none in {number_bytes} bytes"
+        raise ValueError(f"{rule}: take float32, or stage 2 or 3")
     return MemoryLedger(layers, samples, ranks, stage, checkpointing, number_bytes)
 
 

@@ -34,9 +34,8 @@ def local_piece(
     rank holds another term of a sum. Source: ``compute_local_shape_and_global_offset`` of DTensor.
     """
     if len(placements) != len(mesh):
-        raise ValueError(
-            f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis"
-        )
+        given = f"{len(placements)} placements for a mesh of {len(mesh)} axes"
+        raise ValueError(f"{given}: give one for each axis")
     ranks = math.prod(mesh)
     if not 0 <= rank < ranks:
         known = f"take one from 0 to {ranks - 1}"

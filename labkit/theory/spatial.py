@@ -61,11 +61,10 @@ def check_strips(size: int, ranks: int, depths: Sequence[int]) -> list[int]:
     stride = total_stride(depths)
     widths = shard_sizes(size, ranks, multiple=stride)
     if ranks > 1 and widths[-1] // stride < HALO:
-        held = f"{widths[-1]} / {stride} = {widths[-1] // stride}"
-        raise ValueError(
-            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {held}, less than"
-            f" the halo of {HALO}; use fewer ranks, fewer stages or a larger image"
-        )
+        held = f"in the last stage a rank holds {widths[-1]} / {stride} = {widths[-1] // stride}"
+        fix = "use fewer ranks, fewer stages or a larger image"
+        rule = f"{ranks} ranks cannot share {size}: {held}, less than the halo of {HALO}"
+        raise ValueError(f"{rule}; {fix}")
     return widths
 
 

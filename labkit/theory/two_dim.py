@@ -218,9 +218,8 @@ def step_flops_per_token(pairs: LayerPairs) -> int:
 def count_tp_lines(ranks: int, tp: int, sequence_parallel: bool) -> int:
     """Return the number of lines of ``tp`` ranks, or raise ValueError if there is no whole one."""
     if ranks % tp:
-        raise ValueError(
-            f"{ranks} ranks cannot be cut into lines of tp = {tp}: it must divide them"
-        )
+        rule = f"{ranks} ranks cannot be cut into lines of tp = {tp}"
+        raise ValueError(f"{rule}: it must divide them")
     if sequence_parallel and tp == 1:
         raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
     return ranks // tp
