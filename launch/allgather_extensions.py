@@ -118,6 +118,7 @@ def parameter(weight: Tensor) -> Tensor:
 
 def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
     """Return the extension that the names of Config stand for."""
+    # Of all choices of scales, EXTENSIONS has only the defaults.
     if scales or extension == "int4":
         return tensors.make_quantised_extension(extension, scales)
     if extension == "yours":
@@ -156,6 +157,7 @@ def build_sharded_network(
 ) -> nn.Sequential:
     """Build the sharded network; its weights are equal for all extensions."""
     model = build_whole_network(config, here.device)
+    # Before FSDP, whose hooks stay outside of the compiled code.
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
@@ -184,6 +186,7 @@ def forward_backward(config: Config, here: rank.Session, index: int, model: nn.M
     """Run forward and backward pass on this rank's tiles of one step; return the loss."""
     loss = tile_loss(config, here, index, model)
     loss.backward()
+    # With two_tensor the loss is a pair, too.
     return tensors.plain_tensors(loss.detach())[0]
 
 

@@ -124,6 +124,7 @@ def padded_strip(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
 class _HaloExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+        # The gradient needs no tensor of the forward pass, so none is saved.
         ctx.place = halo, rank, ranks
         return exchange_halo(strip, halo, rank, ranks)
 

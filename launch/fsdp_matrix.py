@@ -193,6 +193,7 @@ def run_session(config: Config, here: rank.Session) -> None:
     scaler = make_grad_scaler(config, here.device)
     training = TrainingLoop(config, here, lab, model, scaler)
     if config.check == "none":
+        # Traffic is counted by axis only where there are two.
         axes = sharding_mesh(mesh) if config.hybrid else None
         measure = partial(here.steps, units=units if config.timeline else None, mesh=axes)
         training.run(fsdp_wrap.make_adam(model), measure)
@@ -202,6 +203,7 @@ def run_session(config: Config, here: rank.Session) -> None:
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
     """Make axes ``data`` and ``alone``, and before them ``replicate`` where sharding is hybrid."""
+    # alone is the axis of modules that differ from rank to rank.
     if config.hybrid is None:
         return here.mesh(data=here.world_size, alone=1)
     groups = here.world_size // config.hybrid
