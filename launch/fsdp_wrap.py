@@ -167,7 +167,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, lab.block_types)
     # A learner's FSDP takes the place of PyTorch's: it is called with one unit after another.
     if config.fsdp == "yours":
-        rules = {"yours": is_unit, "block": lab.block_types, "layer": layer_types(lab)}
+        rules: dict[str, Any] = {"yours": is_unit, "block": lab.block_types}
+        rules["layer"] = layer_types(lab)
         units = fsdp_units(lab, rules.get(config.wrap, ())) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
