@@ -29,7 +29,7 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -159,13 +159,6 @@ def validate(config: Any, world_size: int) -> None:
     if hasattr(config, "validate"):
         with convert_refusals(type(config), "validate"):
             config.validate(world_size)
-
-
-def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
-    """Raise ValueError with the message of the first (condition, message) whose condition holds."""
-    for holds, message in conflicts:
-        if holds:
-            raise ValueError(message)
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:

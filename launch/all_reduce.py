@@ -4,8 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are sums right?
 
 A message costs a latency, whatever its size, plus time for its bytes. For small messages latency
-dominates, which is why gradients travel in buckets. ``theory.collectives.fit_alpha_beta`` fits both
-numbers to these measurements.
+dominates, which is why gradients travel in buckets. ``fit_alpha_beta`` of theory fits both numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +50,9 @@ class Config:
                 raise ValueError(f"{rule}: take a multiple of {FLOAT32_BYTES}")
         for count in self.pieces:
             if self.total_bytes % (FLOAT32_BYTES * count):
-                raise ValueError(
-                    f"{self.total_bytes} bytes cannot be cut into {count} equal messages of"
-                    f" float32: take pieces that divide {self.total_bytes // FLOAT32_BYTES}"
-                )
+                rule = f"{self.total_bytes} bytes cannot be cut into {count} equal float32 messages"
+                elements = self.total_bytes // FLOAT32_BYTES
+                raise ValueError(f"{rule}: take pieces that divide {elements}")
 
 
 def main(config: Config) -> None:
@@ -87,6 +85,7 @@ def time_collectives(config: Config, here: rank.Session, messages: TensorsByName
 
 def check_sums(here: rank.Session, messages: TensorsByName) -> None:
     """All-reduce r + 1 in every element of rank r, and compare with the sum on one device."""
+    # Another value on every rank, so that a rank left out or counted twice shows.
     expected, wrong, compared = here.world_size * (here.world_size + 1) // 2, 0, 0
     for tensor in chain.from_iterable(messages.values()):
         tensor.fill_(here.rank + 1)

@@ -4,9 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check parity
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check loss --steps 60
 
-The model learns from which region of a photo a tile was cut; parity compares with plain training.
-The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent
-twice.
+The model learns from which region of a photo a tile was cut. The optimizer's shards stay float32:
+only what a unit gathers before it computes is rounded, or sent twice.
 """
 
 from collections.abc import Sequence
@@ -73,12 +72,9 @@ class Config:
     def validate(self, world_size: int) -> None:
         extension, check = self.extension, self.check
         if world_size < 2:
-            raise ValueError(
-                "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
-            )
+            raise ValueError("extensions need at least 2 ranks: with 1 FSDP2 gathers nothing")
         if self.compile and check in ("parity", "meta"):
-            rule = f"check {check} trains models that are not compiled"
-            raise ValueError(f"{rule}: leave out compile")
+            raise ValueError(f"check {check} trains models that are not compiled: no compile")
         if self.compile:
             requirements.refuse_without_compiler()
         if self.scales and extension not in SCALE_GRANULARITY:
@@ -87,13 +83,12 @@ class Config:
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
         if check == "parity" and extension in ("bf16", "float8", "int8", "int4"):
-            fix = "only two_tensor and fp32 can be equal to plain"
-            raise ValueError(f"extension {extension} rounds: {fix}")
+            raise ValueError(f"extension {extension} rounds: only two_tensor and fp32 can be equal")
         if check != "none" and self.policy != "fp32":
             rule = f"policy {self.policy} is for a measured run"
             raise ValueError(f"{rule}: check {check} has a policy of its own")
         if check == "wire" and self.dim < 128:
-            rule = "a row of fewer than 128 numbers is too short to make up for its scale"
+            rule = "a row of fewer than 128 numbers does not make up for its scale"
             raise ValueError(f"dim {self.dim}: {rule}")
         if check == "meta" and self.steps < 2:
             rule = f"steps {self.steps}: check meta holds the last loss against the first"
@@ -123,6 +118,7 @@ def parameter(weight: Tensor) -> Tensor:
 
 def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
     """Return the extension that the names of Config stand for."""
+    # Of all choices of scales, EXTENSIONS has only the defaults.
     if scales or extension == "int4":
         return tensors.make_quantised_extension(extension, scales)
     if extension == "yours":
@@ -161,6 +157,7 @@ def build_sharded_network(
 ) -> nn.Sequential:
     """Build the sharded network; its weights are equal for all extensions."""
     model = build_whole_network(config, here.device)
+    # Before FSDP, whose hooks stay outside of the compiled code.
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
@@ -189,6 +186,7 @@ def forward_backward(config: Config, here: rank.Session, index: int, model: nn.M
     """Run forward and backward pass on this rank's tiles of one step; return the loss."""
     loss = tile_loss(config, here, index, model)
     loss.backward()
+    # With two_tensor the loss is a pair, too.
     return tensors.plain_tensors(loss.detach())[0]
 
 
@@ -228,11 +226,11 @@ def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) ->
     losses = (tile_loss(config, here, config.steps, network) for network in (model, exact))
     rounded, right = (tensors.plain_tensors(loss)[0] for loss in losses)
     taken, within_hooks = tensors.gather_ms(model)
-    costs = {"weight_error": errors.largest, "weight_rms_error": errors.rms}
-    costs |= {"loss_change": float(rounded / right - 1)}
-    costs |= {"gather_ms": taken, "hooks_ms": within_hooks}
-    for name, value in costs.items():
-        here.record_scalar(name, value)
+    here.record_scalar("weight_error", errors.largest)
+    here.record_scalar("weight_rms_error", errors.rms)
+    here.record_scalar("loss_change", float(rounded / right - 1))
+    here.record_scalar("gather_ms", taken)
+    here.record_scalar("hooks_ms", within_hooks)
 
 
 if __name__ == "__main__":

@@ -83,13 +83,11 @@ class Config:
         requirements.refuse_native_strategy(self.strategy)
         ranks = sizes.parse_mesh_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
-            raise ValueError(
-                f"strategy plain is one device's training: it takes 1 rank, not {world_size}"
-            )
+            rule = "strategy plain is one device's training"
+            raise ValueError(f"{rule}: it takes 1 rank, not {world_size}")
         if self.strategy == "yours" and (self.tensor_dim != 3 or ranks["space"] != world_size):
-            raise ValueError(
-                "strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty"
-            )
+            rule = "strategy yours cuts the width over all ranks"
+            raise ValueError(f"{rule}: leave tensor_dim at 3 and mesh empty")
         if self.data == "photo" and self.num_classes < 10:
             rule = f"num_classes {self.num_classes} cannot label the photo's ten regions"
             raise ValueError(f"{rule}: take at least 10")
@@ -126,6 +124,7 @@ def padded_strip(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
 class _HaloExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+        # The gradient needs no tensor of the forward pass, so none is saved.
         ctx.place = halo, rank, ranks
         return exchange_halo(strip, halo, rank, ranks)
 
@@ -150,12 +149,14 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)
         checked = config.check == "parity"
         reference = parity.seed_and_copy(model, config.seed) if checked else model
+        # Even one rank takes this way, so that strategies are compared with plain code.
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
+        # Optimizer steps carry rounding on, so a check compares a single one.
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, one_step if checked else here.steps, model, *batch)
         if checked:
@@ -168,6 +169,7 @@ def main(config: Config) -> None:
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
     """Build the model, equal on all ranks."""
     torch.manual_seed(config.seed)
+    # Channels last is the layout in which CPU and GPU convolve fastest.
     layers = config.depths, config.dims, config.drop_path_rate, config.layer_scale_init_value
     model = ConvNeXt(3, config.num_classes, *layers, init=config.init)
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

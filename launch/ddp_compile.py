@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD
 
@@ -86,18 +87,17 @@ class Config:
             rule = "costs are those of DDP's own reducer"
             raise ValueError(f"{rule}: use mode ddp, case cpu, check none and no race")
         if self.check == "none" and mode != "compiled" and case == "backward_only":
-            rule = f"mode {mode} compiles nothing, so not the backward pass alone"
-            raise ValueError(f"{rule}: use mode compiled")
+            raise ValueError(f"mode {mode} compiles nothing, no backward pass: use mode compiled")
         if buckets and (self.fuse == "none" or not self.inductor):
             rule = "check buckets looks for what inductor fuses"
             raise ValueError(f"{rule}: use fuse coalesced or concat, and inductor")
         if buckets and case in ("cpu_no_sync", "bf16", "fp16"):
             rule = f"check buckets looks at one float32 backward pass, not at case {case}"
             raise ValueError(f"{rule}: use case cpu")
-        compiles = self.mode == "compiled" or (self.check != "none" and self.mode != "yours")
+        compiles = mode == "compiled" or (self.check != "none" and mode != "yours")
         if self.inductor and compiles:
             requirements.refuse_without_compiler()
-        if self.case == "gpu":
+        if case == "gpu":
             # Importing torch takes seconds, which the other cases need not wait for.
             from torch.cuda import device_count
 
@@ -131,6 +131,7 @@ def main(config: Config) -> None:
     case = ddp.DDP_CASES[config.case]
     how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
+        # validate saw the GPUs, but device="cpu" was asked for.
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
@@ -147,8 +148,7 @@ def main(config: Config) -> None:
             if config.race:
                 other = build()
                 rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                racers: dict[str, Any] = {config.mode: (lab, model), "ddp": (other, rival)}
-                race_techniques(config, here, racers)
+                race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
             else:
                 train(config, here, lab, model, mesh)
         # Only the programs of backward passes contain collectives.
@@ -166,6 +166,7 @@ def race_techniques(
         # In turn within each step, so that a disturbance hits all, and in alternating order.
         for name in list(racers)[:: -1 if index % 2 else 1]:
             dist.barrier()
+            # Forward and backward are no spans of the step here: only the whole is compared.
             with step.span(name):
                 optimizers[name].zero_grad()
                 forward_backward(config, here, *racers[name], index, next(here.plain_steps(1)))
@@ -180,7 +181,7 @@ def train(
         other = copy.deepcopy(lab)
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
         # DDP's backward pass with all of its work but the messages.
-        silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
+        silent.register_comm_hook(None, noop_hook)
     optimizer = SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
@@ -217,13 +218,6 @@ def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, s
             handles = [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]
             for handle in handles:
                 handle.wait()
-
-
-def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Leave each rank its own gradients, as a communication hook."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def forward_backward(

@@ -27,6 +27,7 @@ from labkit.parallel.fsdp import Precision, apply_fsdp
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.theory.sizes import even_share
+from labkit.theory.two_dim import count_tp_lines
 from labkit_simulate.decoder import DecoderModel, apply_decoder_tensor_parallel
 from labkit_simulate.theory import transformer
 
@@ -88,20 +89,13 @@ class Config:
     ALIKE: ClassVar[str] = "layers"
 
     def validate(self, world_size: int) -> None:
-        tp, lines = self.tp, world_size // self.tp
-        if world_size % tp:
-            raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {tp}: it must divide them"
-            )
+        tp, lines = self.tp, count_tp_lines(world_size, self.tp, self.seq)
         if self.hybrid and lines % self.hybrid:
-            raise ValueError(
-                f"{world_size} ranks are {lines} lines of tp = {tp}, which cannot be cut into"
-                f" groups of hybrid = {self.hybrid}: it must divide them"
-            )
+            groups = f"which cannot be cut into groups of hybrid = {self.hybrid}"
+            rule = f"{world_size} ranks are {lines} lines of tp = {tp}, {groups}"
+            raise ValueError(f"{rule}: it must divide them")
         for what in ("kv_heads", "feedforward", "vocab"):
             even_share(getattr(self.decoder_shape(), what), tp, f"{what} =")
-        if self.seq and tp == 1:
-            raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
         if self.seq:
             even_share(self.tokens(), tp, "a sequence of")
         if self.wrap == "none" and (tp > 1 or self.hybrid or self.precision != "float32"):
@@ -137,8 +131,8 @@ def main(config: Config) -> None:
         steps, dtype = (config.steps, torch.float32) if exact else (1, torch.bfloat16)
         measure = partial(here.plain_steps, most=steps)
         trained = train(config, here, lab, model, parity.make_sgd(model), measure)
-        lines, line = here.world_size // config.tp, tp_line_index(config, here)
-        one_device = parity.OneDevice(lambda _: build_model(config, here.device), lines, dtype)
+        lines, line = here.world_size // config.tp, here.rank // config.tp
+        one_device = parity.OneDevice(partial(build_model, config, here.device), lines, dtype)
         verdict = compare_fsdp_training(one_device, model, trained, rank=line, steps=steps)
         here.finish_check(**verdict)
 
@@ -151,14 +145,9 @@ def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
     return here.mesh(replicate=lines // config.hybrid, data=config.hybrid, tp=config.tp)
 
 
-def tp_line_index(config: Config, here: rank.Session) -> int:
-    """Return this rank's line of ``tp``; each line has its own samples."""
-    return here.rank // config.tp
-
-
-def build_model(config: Config, device: torch.device) -> DecoderModel:
+def build_model(config: Config, device: torch.device, line: int = 0) -> DecoderModel:
     """Build the model, equal on all ranks."""
-    # The same seed on all ranks, so that each can keep its part of the same model.
+    # One seed for all ranks and lines, so that each can keep its part of the same model.
     torch.manual_seed(0)
     shape = asdict(config.decoder_shape())
     return DecoderModel(**shape, sequence=config.tokens(), batch=config.batch).to(device)
@@ -174,6 +163,7 @@ def parallelize_model(
     if config.checkpointing != "none":
         selective = config.checkpointing == "selective"
         apply_activation_checkpointing(lab, lab.block_types, selective=selective)
+    # Gradients are reduced in float32 in both.
     precision: Precision = "fp32" if config.precision == "float32" else "bf16"
     how: Any = {"precision": precision, "reshard_after_forward": config.reshard}
     return apply_fsdp(lab, mesh, wrap=config.wrap, **how)
@@ -200,7 +190,8 @@ def train(
     """Train in every step that ``measure`` gives; return what each one left."""
     trained: list[StepOutcome] = []
     for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
-        inputs = parity.draw_samples(lab, here.device, index, tp_line_index(config, here))
+        # Each line of tp has its own samples.
+        inputs = parity.draw_samples(lab, here.device, index, here.rank // config.tp)
         optimizer.zero_grad()
         # Computes the loss of logits that are cut over the vocabulary.
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():

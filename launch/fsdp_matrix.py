@@ -5,11 +5,10 @@
     torchrun --standalone --nproc-per-node 4 -m launch.fsdp_matrix --save half_way
     torchrun --standalone --nproc-per-node 2 -m launch.fsdp_matrix --load half_way --accumulate 2
 
-``fsdp_wrap`` is the same training with only the options that a learner needs first. This program
-does not run functions of ``use=``.
+``fsdp_wrap`` is the same training with only the options that a learner needs first, and ``use=``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,9 +96,7 @@ class Config(WrapConfig):
     scaler_growth: PositiveInt = 2000
     """Good steps after which the scale is doubled."""
     accumulate: PositiveInt = 1
-    """Batches per rank and step, whose gradients are averaged. Before each step gradients become
-    zero or None, in turn.
-    """
+    """Batches per step, with averaged gradients, which become zero or None before it, in turn."""
     compile: bool = False
     """Compile each block with inductor."""
     compile_only: tuple[str, ...] = ()
@@ -119,16 +116,15 @@ class Config(WrapConfig):
     load: str = ""
     """Resume from a folder or file that save wrote, on any number of ranks."""
     checkpoints: str = ""
-    """Save after every step in this folder, on a disk that all ranks share, and resume from its
-    newest complete save, on any number of ranks. Steps of earlier runs count, but every run
-    trains at least two.
+    """Save after every step in this folder on a shared disk, and resume from its newest complete
+    save, on any number of ranks. Steps of earlier runs count; every run trains at least two.
     """
     input_grad: bool = False
     """Let the input require a gradient, which a check compares."""
 
     SIZES: ClassVar[tuple[str, ...]] = (
-        *("hidden", "narrow", "dim", "layers", "batch", "vocab"),
-        *("delay_after_loss_ms", "delay_before_reduction_ms", "delay_before_free_ms"),
+        *(*WrapConfig.SIZES, "vocab", "delay_after_loss_ms"),
+        *("delay_before_reduction_ms", "delay_before_free_ms"),
     )
 
     def validate(self, world_size: int) -> None:
@@ -138,73 +134,46 @@ class Config(WrapConfig):
         if self.compile:
             requirements.refuse_without_compiler()
 
-    def conflicts(self, world_size: int) -> list[tuple[object, str]]:
-        """List what cannot work: each condition with the message that refuses it."""
+    def conflicts(self, world_size: int) -> Iterator[str]:
+        """Yield a message for each choice of options that cannot work."""
+        yield from super().conflicts(world_size)
         fsdp1 = [name for name in FSDP1_OPTIONS if getattr(self, name) != getattr(Config, name)]
         takes_numbers = catalog.MODELS[self.model].takes_numbers
-        saves, save = self.save or self.load or self.checkpoints, Path(self.save)
-        return [
-            *super().conflicts(world_size),
-            (
-                self.wrap == "none" and (self.offload or self.hybrid),
-                "wrap none has no unit that could be offloaded or be hybrid: use wrap block",
-            ),
-            (
-                self.skip and self.wrap != "block",
-                f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block",
-            ),
-            (
-                self.hybrid and world_size % self.hybrid,
-                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must"
-                " divide them",
-            ),
-            (
-                fsdp1 and self.fsdp != 1,
-                f"{' and '.join(fsdp1)} is an option of FSDP1: use fsdp 1, or leave it out",
-            ),
-            (
-                not self.use_orig_params and self.freeze,
-                "a flat parameter is trained or not as a whole: leave out freeze, or"
-                " use_orig_params False",
-            ),
-            (
-                self.input_grad and (not takes_numbers or self.scaler),
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use"
-                " another model, or no scaler",
-            ),
-            (
-                self.compile_only and not self.compile,
-                f"compile_only {self.compile_only} says what compile compiles: set compile",
-            ),
-            (
-                self.compile and self.checkpointing and self.delay_ms,
-                "a checkpointed block that sleeps does not compile: leave out delay_ms or"
-                " checkpointing",
-            ),
-            (
-                saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                "save, load and checkpoints are for training whose parameters all ranks share: no"
-                " moe, ignore or check",
-            ),
-            (
-                self.checkpoints and (self.save or self.load or self.scaler),
-                "checkpoints save and load by themselves, and no scaler: leave out save, load and"
-                " scaler",
-            ),
-            (
-                self.checkpoints and Path(self.checkpoints).is_file(),
-                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if need"
-                " be",
-            ),
-            (
-                self.save and (save.exists() or not save.absolute().parent.is_dir()),
-                f"save {self.save!r} must be a new name in a folder that there is",
-            ),
-            (
-                self.load and not Path(self.load).exists(),
-                f"load {self.load!r} is not there: give what save wrote",
-            ),
-        ]
+        save, load, checkpoints = Path(self.save), Path(self.load), Path(self.checkpoints)
+        saves = self.save or self.load or self.checkpoints
+        if self.wrap == "none" and (self.offload or self.hybrid):
+            yield "wrap none has no unit that could be offloaded or be hybrid: use wrap block"
+        if self.skip and self.wrap != "block":
+            yield f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block"
+        if self.hybrid and world_size % self.hybrid:
+            groups = f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}"
+            yield f"{groups}: it must divide them"
+        if fsdp1 and self.fsdp != 1:
+            yield f"{' and '.join(fsdp1)} is an option of FSDP1: use fsdp 1, or leave it out"
+        if not self.use_orig_params and self.freeze:
+            rule = "a flat parameter is trained or not as a whole"
+            yield f"{rule}: leave out freeze, or use_orig_params False"
+        if self.input_grad and (not takes_numbers or self.scaler):
+            rule = "an input's gradient needs numbers, not tokens, and a loss that is not scaled"
+            yield f"{rule}: use another model, or no scaler"
+        if self.compile_only and not self.compile:
+            yield f"compile_only {self.compile_only} says what compile compiles: set compile"
+        if self.compile and self.checkpointing and self.delay_ms:
+            rule = "a checkpointed block that sleeps does not compile"
+            yield f"{rule}: leave out delay_ms or checkpointing"
+        if saves and (self.model == "moe" or self.ignore or self.check != "none"):
+            rule = "save, load and checkpoints are for training whose parameters all ranks share"
+            yield f"{rule}: no moe, ignore or check"
+        if self.checkpoints and (self.save or self.load or self.scaler):
+            rule = "checkpoints save and load by themselves, and no scaler"
+            yield f"{rule}: leave out save, load and scaler"
+        if self.checkpoints and checkpoints.is_file():
+            rule = f"checkpoints {self.checkpoints!r} is a file"
+            yield f"{rule}: name a folder, which is made if need be"
+        if self.save and (save.exists() or not save.absolute().parent.is_dir()):
+            yield f"save {self.save!r} must be a new name in a folder that there is"
+        if self.load and not load.exists():
+            yield f"load {self.load!r} is not there: give what save wrote"
 
 
 def main(config: Config) -> None:
@@ -224,6 +193,7 @@ def run_session(config: Config, here: rank.Session) -> None:
     scaler = make_grad_scaler(config, here.device)
     training = TrainingLoop(config, here, lab, model, scaler)
     if config.check == "none":
+        # Traffic is counted by axis only where there are two.
         axes = sharding_mesh(mesh) if config.hybrid else None
         measure = partial(here.steps, units=units if config.timeline else None, mesh=axes)
         training.run(fsdp_wrap.make_adam(model), measure)
@@ -233,6 +203,7 @@ def run_session(config: Config, here: rank.Session) -> None:
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
     """Make axes ``data`` and ``alone``, and before them ``replicate`` where sharding is hybrid."""
+    # alone is the axis of modules that differ from rank to rank.
     if config.hybrid is None:
         return here.mesh(data=here.world_size, alone=1)
     groups = here.world_size // config.hybrid
@@ -270,12 +241,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
 
 def make_grad_scaler(config: Config, device: torch.device) -> ShardedGradScaler:
     """Make the loss scaler, equal on all ranks; without ``config.scaler`` it does nothing."""
-    return ShardedGradScaler(
-        device.type,
-        enabled=config.scaler,
-        init_scale=config.scaler_init,
-        growth_interval=config.scaler_growth,
-    )
+    scale: Any = {"init_scale": config.scaler_init, "growth_interval": config.scaler_growth}
+    return ShardedGradScaler(device.type, enabled=config.scaler, **scale)
 
 
 @dataclass
@@ -294,6 +261,7 @@ class TrainingLoop:
         before, steps, save = self.resume(optimizer)
         tracked = fsdp_wrap.trackable(config, self.model, optimizer)
         outcomes: list[StepOutcome] = []
+        # A save comes after a step's clock has stopped.
         measured = measure(steps, track=tracked, after=lambda: save(before + len(outcomes)))
         for index, step in enumerate(measured, start=before):
             optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))
@@ -312,10 +280,10 @@ class TrainingLoop:
 
     def resume(self, optimizer: Optimizer) -> tuple[int, int, Callable[[int], None]]:
         """Load a training; return its steps, those to measure, and what saves after each."""
-        config = self.config
+        config, load = self.config, Path(self.config.load)
         if not config.checkpoints:
-            load = partial(load_training, Path(config.load), self.model, optimizer)
-            return load() if config.load else 0, config.steps, lambda step: None
+            done = load_training(load, self.model, optimizer) if config.load else 0
+            return done, config.steps, lambda step: None
         folder = CheckpointFolder(Path(config.checkpoints))
         done = folder.load(self.model, optimizer)
         return done, max(0, config.steps - done), partial(folder.save, self.model, optimizer)
@@ -325,20 +293,15 @@ class TrainingLoop:
         config, here = self.config, self.session
         place = index, here.rank, batch, config.accumulate
         inputs = parity.draw_samples(self.lab, here.device, *place)
+        # FSDP casts inputs only under mixed precision.
         if config.precision == "pure_fp16":
             inputs = tuple(cast_floats(each, torch.float16) for each in inputs)
         if config.input_grad:
             inputs = require_gradients(inputs)
-        enabled = config.precision == "autocast"
-        return forward_backward(
-            step,
-            self.lab,
-            self.model,
-            inputs,
-            keep=config.check == "parity",
-            autocast=torch.autocast(here.device.type, torch.bfloat16, enabled=enabled),
-            scale=lambda loss: self.scaler.scale(loss / config.accumulate),
-        )
+        enabled, keep = config.precision == "autocast", config.check == "parity"
+        how: Any = {"scale": lambda loss: self.scaler.scale(loss / config.accumulate)}
+        how["autocast"] = torch.autocast(here.device.type, torch.bfloat16, enabled=enabled)
+        return forward_backward(step, self.lab, self.model, inputs, keep=keep, **how)
 
 
 def check_parity(training: TrainingLoop) -> dict[str, Any]:
@@ -362,6 +325,7 @@ def check_parity(training: TrainingLoop) -> dict[str, Any]:
     how = {"rank": here.rank, "steps": steps}
     verdict = compare_fsdp_training(one_device, training.model, trained, **how)
     if config.scaler:
+        # A scale of at most 1 means that nearly every step was skipped.
         scale = training.scaler.get_scale()
         verdict |= {"scale": scale, "ok": verdict["ok"] and scale > 1}
     if config.compile:

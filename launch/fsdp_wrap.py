@@ -10,7 +10,7 @@ options of FSDP: hybrid sharding, offload, float16, saving and loading, and more
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from labkit import parity, rank
-from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt, refuse_conflicts
+from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
@@ -87,31 +87,26 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         catalog.check_model(self.model, sizes=self.model_sizes())
-        refuse_conflicts(self.conflicts(world_size))
+        for message in self.conflicts(world_size):
+            raise ValueError(message)
 
-    def conflicts(self, world_size: int) -> list[tuple[object, str]]:
-        """List what cannot work: each condition with the message that refuses it."""
-        not_in_small = [
-            *(name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)),
-            *(["model moe"] if self.model == "moe" else []),
-            *(["wrap none"] if self.wrap == "none" else []),
+    def conflicts(self, world_size: int) -> Iterator[str]:
+        """Yield a message for each choice of options that cannot work."""
+        others = [
+            name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)
         ]
-        return [
-            (
-                self.fsdp == "yours" and not_in_small,
-                f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
-                " shared parameters, trained in float32: use fsdp 2, or leave it out",
-            ),
-            (
-                self.wrap == "none" and self.precision in ("bf16", "fp16"),
-                f"wrap none has no unit that could gather in {self.precision}: use wrap block",
-            ),
-            (
-                self.forget is not None and self.wrap != "block",
-                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
-                " block",
-            ),
-        ]
+        others += ["model moe"] if self.model == "moe" else []
+        others += ["wrap none"] if self.wrap == "none" else []
+        if self.fsdp == "yours" and others:
+            yield (
+                f"{' and '.join(others)} is not for fsdp yours, which shards units of shared"
+                " parameters, trained in float32: use fsdp 2, or leave it out"
+            )
+        if self.wrap == "none" and self.precision in ("bf16", "fp16"):
+            yield f"wrap none has no unit that could gather in {self.precision}: use wrap block"
+        if self.forget is not None and self.wrap != "block":
+            told = f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}"
+            yield f"{told}: use wrap block"
 
     def model_sizes(self) -> dict[str, int]:
         """Return the sizes that were asked for; the model knows the others."""
@@ -137,8 +132,10 @@ def main(config: Config) -> None:
     with rank.session() as here:
         silence_warnings()
         lab = build_model(config, here.device, here.rank)
+        # Before wrapping, so that a delay lies between a unit's gather and its release.
         for block in find_blocks(lab, lab.block_types):
             delay_compute(block, config.delay_ms)
+        # Experts, which differ from rank to rank, are units on the axis of one rank.
         mesh = here.mesh(data=here.world_size, alone=1)
         model, units = parallelize_model(config, mesh, lab)
         if config.check == "none":
@@ -150,13 +147,9 @@ def main(config: Config) -> None:
 
 def silence_warnings() -> None:
     """Silence warnings about torch's internals, which a reader cannot act on."""
-    for message in (
-        # of a unit, which is not changed in place
-        ".*returned a view tensor",
-        ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names
-        # a memory tracker on p.grad = None
-        "Expected a tensor or a traceable wrapper",
-    ):
+    # A unit is not changed in place; 2.13 has other names; a memory tracker sees p.grad = None.
+    returned, renamed = ".*returned a view tensor", ".*(into_tensor|scatter_tensor)` is deprecated"
+    for message in (returned, renamed, "Expected a tensor or a traceable wrapper"):
         warnings.filterwarnings("ignore", message=message)
 
 
@@ -179,17 +172,10 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
     # Last, because what FSDP shards must not be replaced or rounded any more.
-    return apply_fsdp(
-        lab,
-        mesh,
-        wrap=config.wrap,
-        fsdp=config.fsdp,
-        skip=forgotten_blocks(config, lab, lab.block_types),
-        precision=config.precision,
-        reshard_after_forward=config.reshard_after_forward,
-        prefetch=config.prefetch,
-        is_unit=is_unit,
-    )
+    skip = forgotten_blocks(config, lab, lab.block_types)
+    names = ("wrap", "fsdp", "precision", "reshard_after_forward", "prefetch")
+    chosen: Any = {name: getattr(config, name) for name in names}
+    return apply_fsdp(lab, mesh, skip=skip, is_unit=is_unit, **chosen)
 
 
 def forgotten_blocks(config: Config, lab: LabModel, blocks: Sequence[str]) -> tuple[int, ...]:
@@ -201,11 +187,11 @@ def forgotten_blocks(config: Config, lab: LabModel, blocks: Sequence[str]) -> tu
 
 def make_adam(model: nn.Module) -> Optimizer:
     """Make Adam with one kernel for all shards and one for the rest: it takes no mixture."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    shards = [p for p in trained if isinstance(p, DTensor)]
-    plain = [p for p in trained if not isinstance(p, DTensor)]
-    groups = [{"params": group} for group in (shards, plain) if group]
-    return torch.optim.Adam(groups, lr=1e-3, fused=True)
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return torch.optim.Adam([{"params": each} for each in groups.values()], lr=1e-3, fused=True)
 
 
 def train(
@@ -222,6 +208,7 @@ def train(
     for index, step in enumerate(measure(config.steps, track=tracked)):
         inputs = parity.draw_samples(lab, here.device, index, here.rank)
         optimizer.zero_grad()
+        # Only a check keeps outputs: they would count as memory of training.
         outcome = forward_backward(step, lab, model, inputs, keep=config.check == "parity")
         with step.span("optimizer"):
             optimizer.step()

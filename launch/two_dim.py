@@ -4,9 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity
 
-With ``--layers yours`` the layers are column_parallel's and row_parallel's, which a notebook may
-replace (``use=``). ``--tp 1`` is pure data parallelism, ``--tp 4`` on four ranks pure tensor
-parallelism.
+``--layers yours`` takes column_parallel and row_parallel, which a notebook may replace (``use=``).
+``--tp 1`` is pure data parallelism, ``--tp 4`` on four ranks pure tensor parallelism.
 """
 
 from contextlib import nullcontext
@@ -25,21 +24,16 @@ from labkit import rank, requirements
 from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
-from labkit.parallel import small_tensor_parallel
+from labkit.parallel import small_tensor_parallel, tensor_parallel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.tensor_parallel import (
-    apply_plain_tensor_parallel,
-    apply_tensor_parallel,
-    mlp_stack_plan,
-)
 from labkit.parity import draw_samples
 from labkit.parity.two_dim import compare_mesh_training
 from labkit.session.meter import Step
+from labkit.theory import two_dim as theory
 from labkit.theory.sizes import even_share
-from labkit.theory.two_dim import mlp_pairs
 
 # Bytes of two all-reduces, to tell latency from bytes, and how often each is sent.
 COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
@@ -82,16 +76,12 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         fsdp_tp, compiles = self.plan == "fsdp_tp", self.check == "parity" and self.compile
-        if world_size % self.tp:
-            rule = f"{world_size} ranks cannot be cut into lines of tp = {self.tp}"
-            raise ValueError(f"{rule}: it must divide them")
+        lines = theory.count_tp_lines(world_size, self.tp, self.seq)
         if (self.seq or self.checkpointing) and not fsdp_tp:
             rule = f"seq and checkpointing are for MLPs, and plan {self.plan} has none"
             raise ValueError(f"{rule}: use plan fsdp_tp")
-        if self.seq and self.tp == 1:
-            raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
-        default = fsdp_tp and self.layers == "dtensor" and not self.seq and self.check == "none"
-        if self.costs and not default:
+        plain = fsdp_tp and self.layers == "dtensor" and not self.seq and self.check == "none"
+        if self.costs and not plain:
             rule = "costs are those of PyTorch's plan"
             raise ValueError(f"{rule}: use plan fsdp_tp, layers dtensor, no seq, check none")
         if self.layers == "yours" and (not fsdp_tp or self.seq or self.tp == 1):
@@ -100,7 +90,7 @@ class Config:
         if self.layers == "yours" and compiles:
             rule = "layers yours are compared as they are, not compiled"
             raise ValueError(f"{rule}: use compile False")
-        even_share(self.batch, world_size // self.tp, "a batch of")
+        even_share(self.batch, lines, "a batch of")
         # FSDP cuts each rank's share of a matrix once more; DDP does not.
         even_share(self.dim, world_size if fsdp_tp else self.tp, "a width of")
         if compiles:
@@ -122,7 +112,7 @@ def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
 @rank.replaceable
 def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
     """Return ColwiseParallel(), RowwiseParallel() or others by name of a stack's modules."""
-    return mlp_stack_plan(model, sequence_parallel=False)
+    return tensor_parallel.mlp_stack_plan(model, sequence_parallel=False)
 
 
 def main(config: Config) -> None:
@@ -153,7 +143,7 @@ def parallelize_model(
 ) -> nn.Module:
     """Apply the plan's techniques, in torchtitan's order, and return the model."""
     if isinstance(lab, LinearChain):
-        model = apply_plain_tensor_parallel(lab, mesh)
+        model = tensor_parallel.apply_plain_tensor_parallel(lab, mesh)
         apply_replicate(model, mesh["data"])
         # Last, because the compiler can only fuse DDP's all-reduces if it sees them.
         if compile:
@@ -163,13 +153,14 @@ def parallelize_model(
         small_tensor_parallel.share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
         plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
-        apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
+        tensor_parallel.apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     # After checkpointing, so that a compiled block contains its recomputation; before FSDP, whose
     # hooks gather and free around a block and stay outside of the compiled code.
     if compile:
         apply_compile(lab, lab.block_types)
+    # With one rank along data FSDP would only wrap.
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
     if config.layers == "yours":
@@ -208,13 +199,14 @@ def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> ML
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
-    for block, (width, inner) in zip(lab.layers, mlp_pairs(config.dim), strict=True):
+    for block, (width, inner) in zip(lab.layers, theory.mlp_pairs(config.dim), strict=True):
         # [inner / tp, width] and [width, inner / tp]
         share = inner // config.tp
         block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
     lab.to(here.device)
     if config.tp > 1:
-        parallelize_module(lab, own["tp"], mlp_stack_plan(lab, sequence_parallel=False))
+        plan = tensor_parallel.mlp_stack_plan(lab, sequence_parallel=False)
+        parallelize_module(lab, own["tp"], plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     if mesh["data"].size() > 1:
@@ -234,6 +226,7 @@ def time_share_and_collectives(
         for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
             # float32: 4 bytes per element
             message = torch.zeros(size // 4, device=inputs[0].device)
+            # All ranks start together, or one would measure its wait for another.
             dist.barrier()
             with step.span(f"{axis}_{size}"):
                 for _ in range(COLLECTIVE_REPEATS):

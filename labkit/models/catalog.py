@@ -7,45 +7,34 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from labkit.models.protocol import LabModel
 
 ModelName = Literal[
-    "toy",
-    "hf_bert",
-    "hf_t5",
-    "transformer",
-    "nested",
-    "nonuniform",
-    "delay",
-    "moe",
-    "mlp_stack",
-    "double_linear",
-    "unused_linear",
-    "skip",
-]
+    "toy", "hf_bert", "hf_t5", "transformer", "nested", "nonuniform", "delay", "moe", "mlp_stack",
+    "double_linear", "unused_linear", "skip",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """Where a model is defined, and what it contains."""
+    """What a model contains, and the ``sizes`` that one may choose, with those of a small model."""
 
     target: str
     """Module and class in labkit.models."""
     block_types: tuple[str, ...]
     """Class names of the blocks that are wrapped by default."""
     counts: str
-    """How many modules of each class are inside, as text: see ``class_counts``."""
-    extra: str | None = None
-    """Package that it needs beyond labkit's own."""
+    """How many modules of each class are inside, sorted by class."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Arguments that a caller may choose, with those of a small model."""
     paper: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the model that it imitates, where these are others."""
-    multiples: Mapping[str, int] = field(default_factory=dict)
-    """What must divide a size: the number of attention heads."""
+    extra: str | None = None
+    """Package that it needs beyond labkit's own."""
+    heads: int = 1
+    """What must divide the size ``hidden``: the number of attention heads."""
     takes_numbers: bool = True
     """Whether the input is numbers, which can have a gradient, and not tokens."""
 
@@ -55,39 +44,29 @@ class ModelEntry:
         return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
 
+# What Bert and T5 have in common; their counts are those of two layers.
+HUGGING_FACE: Any = {"extra": "transformers", "heads": 2, "takes_numbers": False,
+                     "sizes": {"vocab": 96, "hidden": 32, "layers": 2}}  # fmt: skip
 NESTED_COUNTS = "Linear 5, NestedBlock 3, Sequential 1"
 MODELS: dict[str, ModelEntry] = {
     "toy": ModelEntry(
-        "toy.ToyModel",
-        ("MyModule",),
-        "Linear 12, MyModule 9, ReLU 11, Sequential 10",
-        sizes={"hidden": 256, "narrow": 64, "batch": 20},
-        paper={"hidden": 10000, "narrow": 1000},
+        "toy.ToyModel", ("MyModule",), "Linear 12, MyModule 9, ReLU 11, Sequential 10",
+        {"hidden": 256, "narrow": 64, "batch": 20}, {"hidden": 10000, "narrow": 1000},
     ),
     "hf_bert": ModelEntry(
-        "hf.Bert",
-        ("BertLayer", "BertLMPredictionHead"),
+        "hf.Bert", ("BertLayer", "BertLMPredictionHead"),
         "BertAttention 2, BertEmbeddings 1, BertEncoder 1, BertForMaskedLM 1, BertIntermediate 2,"
         " BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2,"
         " BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7,"
         " Embedding 3, GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
-        extra="transformers",
-        sizes={"vocab": 96, "hidden": 32, "layers": 2},
-        paper={"vocab": 30522, "hidden": 768, "layers": 12},
-        multiples={"hidden": 2},
-        takes_numbers=False,
+        paper={"vocab": 30522, "hidden": 768, "layers": 12}, **HUGGING_FACE,
     ),
     "hf_t5": ModelEntry(
-        "hf.T5",
-        ("T5Block",),
+        "hf.T5", ("T5Block",),
         "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4,"
         " T5DenseActDense 4, T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4,"
         " T5LayerNorm 12, T5LayerSelfAttention 4, T5Stack 2",
-        extra="transformers",
-        sizes={"vocab": 96, "hidden": 32, "layers": 2},
-        paper={"vocab": 32128, "hidden": 512, "layers": 6},
-        multiples={"hidden": 2},
-        takes_numbers=False,
+        paper={"vocab": 32128, "hidden": 512, "layers": 6}, **HUGGING_FACE,
     ),
     "transformer": ModelEntry(
         "transformer.TransformerWithSharedParams",
@@ -101,32 +80,24 @@ MODELS: dict[str, ModelEntry] = {
     "nested": ModelEntry("nested.NestedWrappedModule", ("NestedBlock",), NESTED_COUNTS),
     "nonuniform": ModelEntry("nested.NonUniformReqGradNWM", ("NestedBlock",), NESTED_COUNTS),
     "delay": ModelEntry(
-        "delay.NestedWithDelay",
-        ("NestedBlock",),
+        "delay.NestedWithDelay", ("NestedBlock",),
         "Linear 5, NestedBlock 3, NestedWrappedModule 1, Sequential 1",
-        sizes={"delay_after_loss_ms": 0, "delay_before_reduction_ms": 0},
+        {"delay_after_loss_ms": 0, "delay_before_reduction_ms": 0},
     ),
     "moe": ModelEntry(
-        "moe.MixtureOfExperts",
-        ("Shared",),
-        "Expert 1, Linear 2, Sequential 1, Shared 1",
-        sizes={"delay_before_free_ms": 0},
+        "moe.MixtureOfExperts", ("Shared",), "Expert 1, Linear 2, Sequential 1, Shared 1",
+        {"delay_before_free_ms": 0},
     ),
     "mlp_stack": ModelEntry(
-        "mlp.MLPStack",
-        ("MLP",),
-        "Linear 6, MLP 3, ModuleList 1",
-        sizes={"dim": 16, "batch": 2, "layers": 3},
+        "mlp.MLPStack", ("MLP",), "Linear 6, MLP 3, ModuleList 1",
+        {"dim": 16, "batch": 2, "layers": 3},
     ),
-    "double_linear": ModelEntry("mlp.DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
-    "unused_linear": ModelEntry("mlp.UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "double_linear": ModelEntry("mlp.DoubleLinear", ("Linear",), "Linear 2", {"dim": 16}),
+    "unused_linear": ModelEntry("mlp.UnusedLinear", ("Linear",), "Linear 2", {"dim": 16}),
     "skip": ModelEntry(
-        "skip.SkipModel",
-        ("NestedLinear",),
-        "Linear 3, NestedLinear 1, SkipModule 1",
-        sizes={"dim": 10},
+        "skip.SkipModel", ("NestedLinear",), "Linear 3, NestedLinear 1, SkipModule 1", {"dim": 10}
     ),
-}
+}  # fmt: skip
 
 
 def check_model(
@@ -137,20 +108,15 @@ def check_model(
 ) -> ModelEntry:
     """Return the model's entry, if the model can be built here with these blocks and sizes.
 
-    Args:
-        model: a key of ``MODELS``.
-        block_types: class names of the blocks, instead of the model's own.
-        sizes: the sizes that differ from ``ModelEntry.sizes``.
-        **counted: indices of blocks, by what is done to them: ``skip=(0, 2)``.
+    ``counted`` has indices of blocks, by what is done to them: ``skip=(0, 2)``.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
     entry = MODELS[model]
     if entry.extra and importlib.util.find_spec(entry.extra) is None:
         others = ", ".join(name for name, other in MODELS.items() if not other.extra)
-        raise ValueError(
-            f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}"
-        )
+        fix = f"pip install 'labkit[hf]'; without it: {others}"
+        raise ValueError(f"model {model} needs {entry.extra}: {fix}")
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
         known = ", ".join(entry.class_counts)
@@ -162,9 +128,8 @@ def check_model(
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
-            raise ValueError(
-                f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}"
-            )
+            rule = f"{name} {tuple(chosen)} counts blocks that are not there"
+            raise ValueError(f"{rule}: model {model} has {last}")
     return entry
 
 
@@ -177,23 +142,19 @@ def _check_size(model: str, name: str, size: int) -> None:
     least = min(1, entry.sizes[name])
     if size < least:
         raise ValueError(f"{name} {size} must be at least {least}")
-    heads = entry.multiples.get(name, 1)
-    if rest := size % heads:
-        raise ValueError(
-            f"{name} {size} is no multiple of model {model}'s {heads} heads: {rest} over"
-        )
+    if name == "hidden" and (rest := size % entry.heads):
+        heads = f"model {model}'s {entry.heads} heads"
+        raise ValueError(f"{name} {size} is no multiple of {heads}: {rest} over")
 
 
 def create_model(
     model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int
 ) -> LabModel:
-    """Build a model by name, with random weights from the global RNG, which ``seed`` seeds first.
-
-    ``sizes`` are those that differ from ``ModelEntry.sizes``.
-    """
+    """Build a model, with random weights from the global RNG, which ``seed`` seeds first."""
     entry = check_model(model, sizes=sizes)
     module, _, class_name = entry.target.partition(".")
     chosen: type[LabModel] = getattr(importlib.import_module(f"labkit.models.{module}"), class_name)
+    # The catalog itself must not import torch: a launch is checked without it.
     if seed is not None:
         importlib.import_module("torch").manual_seed(seed)
     # Ranks differ only in their expert.

@@ -1,8 +1,4 @@
-"""Linear layers in a row.
-
-Four wide ones suffice to fill several buckets with gradients; with a hundred narrow ones, messages
-cost more than their bytes. Shapes: N samples, D width.
-"""
+"""Linear layers in a row [N samples, D width]: four wide ones fill several gradient buckets."""
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -11,11 +7,7 @@ from labkit.models.protocol import FloatInputModel
 
 
 class LinearChain(FloatInputModel):
-    """The layers fc1 to fc4, or as many as you ask for, each D -> D with a bias.
-
-    At D = 2000 a weight has 16 MB, and a bias 8 kB. With ``checkpoint``, fc1 is recomputed in the
-    backward pass (non-reentrant).
-    """
+    """Layers fc1, fc2, …, each D -> D with a bias; ``checkpoint`` recomputes the first."""
 
     block_types = ("Linear",)
     fc1: nn.Linear

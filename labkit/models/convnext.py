@@ -1,8 +1,7 @@
 """ConvNeXt, an image classifier made of convolutions, as plain single-device code.
 
-Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C, H, W]; the stem
-divides H and W by 4, every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s",
-2022 (arXiv:2201.03545).
+Feature maps are [N, C, H, W]; the stem divides H and W by 4, every later downsampling by 2. Source:
+Liu et al., "A ConvNet for the 2020s", 2022 (arXiv:2201.03545).
 """
 
 from collections.abc import Sequence
@@ -27,19 +26,14 @@ class ChannelLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
+        # layer_norm works on the last dimensions.
         x = x.permute(0, 2, 3, 1)
         normed = functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return normed.permute(0, 3, 1, 2)
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a residual branch [N, C, H, W] for random samples; scale those that stay.
-
-    The decision is one number for each sample of the whole batch. A rank that holds only some
-    samples, or only a part of each image, must decide like all others: it draws for all ``shards``
-    times N samples from a generator that every rank seeds alike, and uses its own N. Source: Huang
-    et al., 2016 (arXiv:1603.09382).
-    """
+    """Drop a residual branch of random samples, in training; scale others (arXiv:1603.09382)."""
 
     def __init__(self, drop_rate: float):
         super().__init__()
@@ -51,6 +45,8 @@ class StochasticDepth(nn.Module):
 
     def keep_factors(self, samples: int) -> Tensor:
         """Draw 0 or 1 / (1 - drop_rate) for each of this rank's samples: [N], on the CPU."""
+        # A rank that holds only some samples, or a part of each image, must decide like all others.
+        # So it draws for all shards from a generator that every rank seeds alike, on the CPU.
         drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
         mine = drawn[self.shard * samples : (self.shard + 1) * samples]
         return (mine >= self.drop_rate).float() / (1 - self.drop_rate)
@@ -62,10 +58,7 @@ class StochasticDepth(nn.Module):
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, residual.
-
-    ``gamma`` [C, 1, 1] scales the branch; there is none if its initial value is 0 or less.
-    """
+    """Depthwise 7x7, norm, pointwise, GELU, pointwise, scale ``gamma`` [C, 1, 1], residual."""
 
     def __init__(self, dim: int, drop_path: float = 0.0, layer_scale_init_value: float = 1e-6):
         super().__init__()
@@ -89,10 +82,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Divide height and width by ``scale`` with a convolution whose windows do not overlap.
-
-    The norm comes first between stages, and last in the stem.
-    """
+    """Divide H and W by ``scale`` with a convolution, after a norm; in the stem, before one."""
 
     def __init__(self, dim_in: int, dim_out: int, scale: int, norm_first: bool):
         super().__init__()
@@ -108,18 +98,14 @@ class Downsample(nn.Module):
 class GlobalMean(nn.Module):
     """The mean of every channel over the whole image: [N, C, H, W] to [N, C]."""
 
+    # A module of its own, because a rank with a strip replaces it: its mean is over all strips.
+
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(dim=(2, 3))
 
 
 class ConvNeXt(nn.Module):
-    """A Downsample and ``depths[i]`` blocks of ``dims[i]`` channels per stage, then mean and head.
-
-    ``drop_path_rate`` is the stochastic depth of the last block; it grows linearly from 0 at the
-    first. ``head_init_scale`` multiplies the head's initial weight and bias. ``init`` is
-    trunc_normal (standard deviation 0.2), or ones, which makes all channels equal: the norm returns
-    0 and the loss is ln(num_classes), whatever else is wrong.
-    """
+    """Per stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels; mean and head."""
 
     def __init__(
         self,
@@ -136,6 +122,7 @@ class ConvNeXt(nn.Module):
         if len(depths) != len(dims) or not depths:
             given = f"depths {tuple(depths)} and dims {tuple(dims)}"
             raise ValueError(f"{given} must have one entry a stage, at least one")
+        # Stochastic depth grows linearly, from 0 at the first block.
         rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
         for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
@@ -153,6 +140,8 @@ class ConvNeXt(nn.Module):
         """Fill weights and biases again, as after ``to_empty`` on a model from the meta device."""
         if init not in ("trunc_normal", "ones"):
             raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
+        # With ones all channels are equal: the norm returns 0, and the loss is ln(num_classes),
+        # whatever else is wrong. So it is not the default.
         fill = nn.init.ones_ if init == "ones" else partial(nn.init.trunc_normal_, std=0.2)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):

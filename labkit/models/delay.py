@@ -72,12 +72,10 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
 
 
 def delay_compute(block: nn.Module, ms: float) -> None:
-    """Make the forward and the backward pass of a block ``ms`` milliseconds longer each, in place.
+    """Lengthen a block's forward and backward pass by ``ms`` milliseconds each, in place."""
 
-    Call it before the block is wrapped, so that the delay lies between the gathering of its
-    parameters and their release. In the backward pass the delay comes first.
-    """
-
+    # Before the block is wrapped, so that the delay lies between the gathering of its parameters
+    # and their release. In the backward pass the delay comes first.
     def pause_forward(module: nn.Module, args: Any, output: Any) -> Any:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         pause_device(ms, next(tensors).device)
@@ -88,12 +86,9 @@ def delay_compute(block: nn.Module, ms: float) -> None:
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
-    """Wait ``ms`` milliseconds between the gradients of a block and their reduction by a wrapper.
-
-    The delay is attached to the gradient of the block's input, which the block's backward pass
-    computes last. If no input requires one, as in a model's first block, it is attached to the
-    output, and comes before the block's gradients. Call it before the block is wrapped.
-    """
+    """Wait ``ms`` milliseconds between a block's gradients and their reduction by a wrapper."""
+    # A block's backward pass computes the gradient of its input last. If no input requires one, as
+    # in a model's first block, the delay is at the output, before the block's gradients.
     at_input = False
 
     def pause_at_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -110,10 +105,7 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
 
 
 class ModuleWithDelay(LabModel):
-    """A model whose step pauses after the loss, before gradients are reduced, or both.
-
-    The second pause is that of ``delay_reduction`` in every block of ``module.block_types``.
-    """
+    """A model whose step pauses after the loss, before gradients are reduced, or both."""
 
     def __init__(
         self, module: LabModel, delay_after_loss_ms: float = 0, delay_before_reduction_ms: float = 0
@@ -137,9 +129,6 @@ class ModuleWithDelay(LabModel):
         loss = self.module.get_loss(inputs, output)
         pause_device(self.delay_after_loss_ms, loss.device)
         return loss
-
-    def run_backward(self, loss: Tensor) -> None:
-        self.module.run_backward(loss)
 
     def local_modules(self) -> list[nn.Module]:
         return self.module.local_modules()

@@ -1,4 +1,4 @@
-"""BERT and T5 from the transformers package, tiny and with random weights: nothing is downloaded.
+"""BERT and T5 from the transformers package, with random weights: nothing is downloaded.
 
 Shapes: N samples, T tokens, V vocabulary.
 """
@@ -26,14 +26,12 @@ class _TokenModel(LabModel):
 
 
 class Bert(_TokenModel):
-    """BertForMaskedLM without dropout; its prediction head shares a weight with the embeddings.
-
-    ``hidden`` is a multiple of 2, the number of heads.
-    """
+    """BertForMaskedLM without dropout; its prediction head shares a weight with the embeddings."""
 
     block_types = ("BertLayer", "BertLMPredictionHead")
 
     def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+        # Here, because the package is optional, and its import takes seconds.
         from transformers import BertConfig, BertForMaskedLM
 
         super().__init__()
@@ -61,10 +59,7 @@ class Bert(_TokenModel):
 
 
 class T5(_TokenModel):
-    """T5ForConditionalGeneration without dropout: it copies the encoder's input.
-
-    Its arguments are Bert's; the decoder has as many layers as the encoder.
-    """
+    """T5ForConditionalGeneration without dropout: it copies the encoder's input."""
 
     block_types = ("T5Block",)
 

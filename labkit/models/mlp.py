@@ -1,7 +1,4 @@
-"""Multilayer perceptrons, alone and in a row.
-
-Shapes: N samples, S positions of a sequence, D width.
-"""
+"""Multilayer perceptrons, alone and in a row: N samples, S positions of a sequence, D width."""
 
 from itertools import cycle, islice
 
@@ -16,10 +13,7 @@ MULTIPLIERS = (3, 4, 3)
 
 
 class MLP(nn.Module):
-    """Linear, ReLU, linear, ReLU, [..., D] to the same shape, and a random buffer [D] on request.
-
-    The inner width is ``dim_multiplier`` times D = ``dim``.
-    """
+    """Linear, ReLU, linear, ReLU, [..., D] to the same shape; a random buffer [D] on request."""
 
     buffer: Tensor | None
 
@@ -44,10 +38,7 @@ class MLP(nn.Module):
 
 
 class MLPStack(FloatInputModel):
-    """MLPs [N, S, D] to the same shape, with inner widths of 3, 4 and 3 times D, in turn.
-
-    ``with_layer_norm`` normalises the result, without a bias.
-    """
+    """MLPs [N, S, D] to the same shape, with inner widths of 3, 4 and 3 times D, in turn."""
 
     block_types = ("MLP",)
 
@@ -67,10 +58,7 @@ class MLPStack(FloatInputModel):
 
 
 class DoubleLinear(FloatInputModel):
-    """Two linear layers with ReLU on the same input [N, D]; both results are returned.
-
-    Without ``use_second_linear`` the first is returned alone, and the second layer has no gradient.
-    """
+    """Two linear layers with ReLU on the same input [N, D], of which the second may be unused."""
 
     block_types = ("Linear",)
 
@@ -86,7 +74,6 @@ class DoubleLinear(FloatInputModel):
     def get_loss(
         self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor
     ) -> Tensor:
-        """The mean squared distance to 1, summed over the results."""
         if isinstance(output, tuple):
             return self.get_loss(inputs, output[0]) + self.get_loss(inputs, output[1])
         return super().get_loss(inputs, output)

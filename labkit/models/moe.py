@@ -1,7 +1,4 @@
-"""A minimal mixture of experts: every rank has its own expert beside the parts that all share.
-
-Shapes: N samples.
-"""
+"""A minimal mixture of experts: every rank has its own expert beside the parts that all share."""
 
 import math
 from typing import Any
@@ -13,6 +10,7 @@ from labkit.models.delay import pause_device
 from labkit.models.protocol import FloatInputModel
 
 BATCH = 4
+# 23 is odd, so that shards are uneven.
 INPUT_WIDTH, SHARED_WIDTH, EXPERT_WIDTH = 8, 12, 23
 
 
@@ -25,6 +23,7 @@ class Expert(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, seed: int):
         super().__init__(in_features, out_features)
+        # The range of nn.Linear's own initial values.
         bound, generator = 1 / math.sqrt(in_features), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -33,13 +32,7 @@ class Expert(nn.Linear):
 
 
 class MixtureOfExperts(FloatInputModel):
-    """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, the one from 23 to 12 is the expert.
-
-    All but the expert is drawn from the global RNG: ranks that seed it alike have equal values.
-    Each rank has another ``expert_seed``. ``delay_before_free_ms`` pauses after the forward pass of
-    the shared part and of the expert, before a wrapper frees their gathered parameters, and exposes
-    a free that does not wait for the computation.
-    """
+    """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, that from 23 to 12 is the expert."""
 
     block_types = ("Shared",)
     input_shape = (BATCH, INPUT_WIDTH)
@@ -51,6 +44,8 @@ class MixtureOfExperts(FloatInputModel):
         first, last = nn.Linear(INPUT_WIDTH, SHARED_WIDTH), nn.Linear(SHARED_WIDTH, INPUT_WIDTH)
         self.net = nn.Sequential(first, shared, expert, last)
 
+        # A pause between the computation and the release of gathered parameters exposes a wrapper
+        # that frees without waiting.
         def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:
             pause_device(delay_before_free_ms, output.device)
 

@@ -1,7 +1,4 @@
-"""Linear layers in nested blocks, for wrappers that work from the inside out.
-
-Shapes: N samples.
-"""
+"""Linear layers in nested blocks, for wrappers that work from the inside out."""
 
 from torch import nn
 
@@ -30,15 +27,13 @@ class NestedWrappedModule(FloatInputModel):
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same widths; only the last layer requires gradients, in a block with the one before.
-
-    FSDP1 shards a block as one flat tensor, here of 108 numbers, of which the last 40 are trained:
-    on two ranks the first holds none of these. Both must still agree on whether a step is skipped.
-    """
+    """The same widths; only the last layer requires gradients, in a block with the one before."""
 
     def __init__(self) -> None:
         super().__init__()
         first, middle, before_last, last = self.net.children()
         self.net = nn.Sequential(first, middle, NestedBlock(*before_last.children(), last))
+        # FSDP1 shards this block as one flat tensor, of which only the last 40 numbers are trained:
+        # on two ranks the first holds none. Both must still agree on whether to skip a step.
         self.requires_grad_(False)
         last.requires_grad_(True)

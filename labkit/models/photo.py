@@ -37,15 +37,11 @@ def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.nda
 def image_batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return images [N, 3, height, width], channels last, and labels [N], by seed.
-
-    Labels are below ``classes``; those of the photo's tiles are the regions in which they start.
-    """
+    """Return images [N, 3, height, width], channels last, and labels [N] below ``classes``."""
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
-        raise ValueError(
-            f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}"
-        )
+        rule = f"{classes} classes cannot label the photo's {regions} regions"
+        raise ValueError(f"{rule}: take at least {regions}")
     random = numpy.random.default_rng(seed)
     if kind == "photo":
         images, labels = photo_tiles(random, count, height, width)

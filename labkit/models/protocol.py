@@ -1,9 +1,4 @@
-"""The interface of every model of the FSDP lab, so that one training loop works for all of them.
-
-A model provides its input (``get_input``), its loss (``get_loss``) and the classes of blocks that
-are worth wrapping (``block_types``). It knows no ranks: what differs between ranks, a seed for the
-samples or for an expert, comes from the caller.
-"""
+"""The interface of every model of the FSDP lab, so that one training loop works for all of them."""
 
 from abc import ABC, abstractmethod
 from enum import Enum, auto
@@ -29,6 +24,7 @@ class CUDAInitMode(Enum):
     NEVER = auto()
 
 
+# A model knows no ranks: what differs between them, the samples' or an expert's seed, is passed in.
 class LabModel(nn.Module, ABC):
     """A model with an input and a loss of its own."""
 

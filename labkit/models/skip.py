@@ -1,7 +1,4 @@
-"""A model of which a wrapper wraps some modules and skips others, for tests of wrapping.
-
-Shapes: N samples, D width.
-"""
+"""A model [N samples, D width] of which a wrapper wraps some modules and skips others."""
 
 from torch import Tensor, nn
 

@@ -1,7 +1,4 @@
-"""The network of lab 3, which says from which of ten regions of the photo a tile was cut.
-
-Shapes: N tiles, D width; a tile is [3, 16, 16].
-"""
+"""The network of lab 3, which says from which of ten regions of the photo a tile was cut."""
 
 from functools import cache
 

@@ -1,7 +1,6 @@
 """An encoder and decoder whose output layer shares its weight with the embedding.
 
-The shared weight makes it hard to split into units. Shapes: N samples, S source tokens, T target
-tokens, D model width, V vocabulary.
+Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
 """
 
 import torch
@@ -13,16 +12,7 @@ BATCH, SOURCE_TOKENS, TARGET_TOKENS = 2, 6, 4
 
 
 class TransformerWithSharedParams(LabModel):
-    """``nn.Transformer`` between one embedding, for both sides, and an output layer tied to it.
-
-    Two buffers, one of floats and one of integers, are added to the source, because wrappers treat
-    buffers apart. ``d_model`` is a multiple of 8, the number of heads; encoder and decoder have
-    ``layers`` each. Dropout draws from the global RNG.
-
-    ``add_bn`` normalises the target's embedding with nn.BatchNorm1d, which here takes the N samples
-    for its channels: each is normalised over its tokens and their features, and has a weight, a
-    bias and running statistics, which every rank changes in its own way.
-    """
+    """``nn.Transformer`` (8 heads) between an embedding of both sides and an output tied to it."""
 
     block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")
     vocab_bias: Tensor
@@ -49,9 +39,12 @@ class TransformerWithSharedParams(LabModel):
             batch_first=True,
         )
         self.output_proj = nn.Linear(d_model, vocab)
+        # One parameter with two users, which no split into units may separate.
         self.output_proj.weight = self.embed_tokens.weight
+        # One of floats and one of integers, because wrappers treat buffers apart.
         self.register_buffer("vocab_bias", torch.ones(d_model))
         self.register_buffer("long_buffer", torch.zeros(d_model, dtype=torch.long))
+        # Takes the samples for its channels. Every rank changes its running statistics in its way.
         self.norm = nn.BatchNorm1d(BATCH) if add_bn else None
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:

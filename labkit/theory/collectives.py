@@ -2,11 +2,9 @@
 
     time of n messages of b bytes in total = n alpha + b beta
 
+The bytes *handed to the call* are those of the tensor that a rank gives to a collective. The bytes
+*on the wire* leave the rank; they follow from the first and the number of ranks, assuming a ring.
 Source: Hockney, "The communication challenge for MPP", 1994.
-
-Bytes are counted in two places. The bytes *handed to the call* are those of the tensor that a rank
-gives to a collective. The bytes *on the wire* are those that leave the rank; they follow from the
-first and the number of ranks, assuming a ring.
 """
 
 import math
@@ -39,9 +37,8 @@ WIRE_FRACTIONS: Mapping[str, Callable[[int], tuple[int, int]]] = {
 def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
     """Return the bytes that leave a rank during one collective in a ring, or during one message.
 
-    A ring of n ranks sends (n - 1) / n of a tensor for a reduce-scatter and as much for an
-    all-gather. An all-reduce is both, and no algorithm sends less. Source: Patarasuk and Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    No algorithm sends less for an all-reduce. Source: Patarasuk and Yuan, "Bandwidth optimal all-
+    reduce algorithms for clusters of workstations", 2009.
     """
     if collective not in WIRE_FRACTIONS or ranks < 1:
         known = ", ".join(WIRE_FRACTIONS)

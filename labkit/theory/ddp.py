@@ -7,12 +7,8 @@ once it has reached its size, so it may exceed that size by one gradient. The fi
     dim 2000, 25 MiB   fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias …
     MB                 16.0         32.0                                      16.0
 
-DDP's own reducer and the compiler differ in three ways. DDP's first backward pass sends everything
-in one bucket; later ones follow its order. DDP's first bucket closes at 1 MiB only if the bucket
-size is left at 25 MiB; the compiler's always does. The compiler computes the gradient of a layer's
-weight before that of its bias; autograd does the reverse.
-
-Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp,
+DDP's first backward pass sends everything in one bucket; later ones follow its order. Sources:
+``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp,
 ``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py.
 
 In all functions ``dim`` is the width of a LinearChain of ``layers`` layers, ``bucket_mb`` the size
@@ -88,11 +84,7 @@ def chain_buckets(
 
 
 def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
-    """Return when each bucket has arrived, in the unit of the arguments.
-
-    Buckets are sent in order, one at a time, and none before it is ready. One late gradient
-    therefore delays its own bucket and all buckets after it.
-    """
+    """Return when each bucket has arrived; they are sent in order, one at a time, once ready."""
     arrived_s: list[float] = []
     for ready, takes in zip(ready_s, takes_s, strict=True):
         arrived_s.append(max([ready, *arrived_s[-1:]]) + takes)
@@ -112,9 +104,8 @@ def bucket_transfer_times(
 ) -> list[tuple[float, float]]:
     """Return when each bucket leaves and when it arrives, in the unit of the arguments.
 
-    If the transfers are hidden, they overlap with the backward pass, as with a network card.
-    Otherwise the processor that computes also transfers: the backward pass stops for each bucket,
-    which delays all later buckets.
+    Hidden transfers overlap with the backward pass, as with a network card. Otherwise the processor
+    that computes also transfers: the backward pass stops for each bucket, which delays later ones.
     """
     if not hidden:
         ready_s = [ready + sum(takes_s[:index]) for index, ready in enumerate(ready_s)]
@@ -127,9 +118,8 @@ def smallest_bucket_bytes(
 ) -> float:
     """Return the smallest bucket size whose all-reduces all fit into the backward pass, or inf.
 
-    Buckets of b bytes take total / b messages: total / b * alpha + total * beta = backward. Smaller
-    buckets pay more latency than the backward pass can hide. Larger buckets leave a larger last
-    bucket, which nothing hides.
+    Buckets of b bytes take total / b messages: total / b * alpha + total * beta = backward. Larger
+    buckets leave a larger last bucket, which nothing hides.
     """
     room_s = backward_s - total_bytes * beta_s_per_byte
     return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
@@ -138,10 +128,7 @@ def smallest_bucket_bytes(
 def backward_transfer_times(
     dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
 ) -> list[tuple[float, float]]:
-    """Return the start and end of each of DDP's all-reduces for a LinearChain, in seconds.
-
-    The backward pass alone takes ``backward_s``; beta of ``network`` is per byte handed over.
-    """
+    """Return start and end of each all-reduce of DDP, in seconds; beta is per byte handed over."""
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
     ready_s = bucket_ready_times(buckets, layers, backward_s)

@@ -1,10 +1,9 @@
 """Compute what FSDP's all-gather sends when the parameter itself chooses the format.
 
-A rank sends its rows of every parameter, padded to the longest shard: ceil(rows / ranks). Formats
-of one byte or less also send float32 scales. In all functions ``extension`` is a key of
-``ELEMENT_BYTES``, ``shape`` is that of the whole parameter, whose rows the ``ranks`` share, and
-``scales`` overrides which elements share a scale: those of a "shard", a "row", or a "group" of 32
-in a row.
+A rank sends its rows of every parameter, padded to the longest shard: ceil(rows / ranks). In all
+functions ``extension`` is a key of ``ELEMENT_BYTES``, ``shape`` that of the whole parameter, whose
+rows the ``ranks`` share, and ``scales`` overrides which elements share a float32 scale: those of a
+"shard", a "row", or a "group" of 32 in a row.
 """
 
 import math
@@ -63,8 +62,8 @@ def held_bytes(
 ) -> int:
     """Return the bytes that a rank holds of a parameter while computing with it, with padding.
 
-    The gathered buffer is the parameter itself if it has the dtype of the computation, which takes
-    ``compute_bytes`` per element. Otherwise the rank holds the buffer and a decoded copy.
+    If the gathered buffer does not have the dtype of the computation, of ``compute_bytes`` per
+    element, the rank also holds a decoded copy.
     """
     gathered = ranks * gather_bytes(shape, ranks, extension, scales)
     own = {"fp32": 4, "bf16": 2, "two_tensor": 4}.get(extension) == compute_bytes

@@ -10,20 +10,12 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rank that failed first by itself, from the end of each rank.
-
-    An end has ``rank``, exit ``status``, ``time`` in seconds, and ``error`` as text, "" for none.
-    """
-    own = []
-    for end in ends:
-        # The launcher stops the other ranks with SIGTERM, or they lose their connection.
-        lost_connection = CONNECTION_LOST_TEXT in str(end.get("error", ""))
-        if end["status"] not in (0, SIGTERM_STATUS) and not lost_connection:
-            own.append(end)
+    """Return the rank that failed first by itself; an end has ``rank status time error``."""
+    # The launcher stops the other ranks with SIGTERM, or they lose their connection.
+    failed = [end for end in ends if end["status"] not in (0, SIGTERM_STATUS)]
+    own = [end for end in failed if CONNECTION_LOST_TEXT not in str(end.get("error", ""))]
     if not own:
-        raise ValueError(
-            "no rank failed by itself: each ended well, was ended, or lost a connection"
-        )
+        raise ValueError("no rank failed by itself: each ended well, was ended, or lost its peer")
     return int(min(own, key=lambda end: end["time"])["rank"])
 
 
@@ -38,14 +30,11 @@ def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]]
 
 
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the indices of samples for each rank, so that the ranks have similar amounts of work.
-
-    The largest share is at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing
-    timing anomalies", 1969.
-    """
+    """Return the indices of each rank's samples; the largest work is at most 4/3 of the optimum."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
-    # Each sample, longest first, goes to the rank with the least work so far.
+    # Each sample, longest first, goes to the rank with the least work so far. Source: Graham,
+    # "Bounds on multiprocessing timing anomalies", 1969.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = work.index(min(work))
         dealt[least].append(index)

@@ -2,14 +2,13 @@
 
 Parameters are float32 and the optimizer is Adam, which keeps two more elements for each parameter
 and a 4-byte step count for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020
-(arXiv:1910.02054) for who holds what; PyTorch's ``fully_shard`` for the order of events in a step,
-which lab 2 compares with measurements.
+(arXiv:1910.02054) for who holds what; ``fully_shard`` for the order of events in a step.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice, pairwise
 
 from labkit.theory.collectives import collective_wire_bytes as collective_wire_bytes
@@ -34,10 +33,7 @@ def _check_stage(stage: int) -> None:
 
 
 def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
-    """Return the bytes that a rank of a ring sends in one step, by collective; DDP gathers once.
-
-    Source: Rajbhandari et al., 2020, section 7.1.
-    """
+    """Return the bytes that a rank of a ring sends in a step, by collective ("ZeRO", section 7)."""
     # FSDP makes two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce
     # is one of each.
     one_pass = (ranks - 1) / ranks * parameter_bytes
@@ -56,25 +52,21 @@ def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
 def tokens_to_hide(
     flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2
 ) -> float:
-    """Return the tokens per rank and step from which FSDP's arithmetic hides its communication.
-
-    Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
-    """
-    # Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
-    # passes over the parameters, so the number of parameters cancels.
+    """Return the tokens per rank and step from which FSDP's arithmetic hides its communication."""
+    # Training takes about 6 operations per parameter and token (Kaplan et al., 2020,
+    # arXiv:2001.08361) and three passes over the parameters, so their number cancels.
     seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
     return seconds_per_parameter * flops_per_s / 6
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer with bias, from ``inputs`` to ``outputs`` features, in an FSDP unit."""
+    """A linear layer with bias in an FSDP unit, and in a ``block`` that checkpointing repeats."""
 
     inputs: int
     outputs: int
     unit: str
     block: str = ""
-    """Block that checkpointing would recompute, if any."""
     relu: bool = True
 
     @property
@@ -116,8 +108,7 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
     """Return (bytes of a rank's shard, bytes when gathered) of each unit, by name."""
     kept: Counter[str] = Counter()
     for layer in layers:
-        elements = sum(shard_elements(shape, ranks) for shape in layer.shapes)
-        kept[layer.unit] += FLOAT_BYTES * elements
+        kept[layer.unit] += FLOAT_BYTES * sum(shard_elements(each, ranks) for each in layer.shapes)
     return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
 
 
@@ -145,8 +136,8 @@ def stage_collectives(
     """Return the collectives of a step in each stage of ``step_ledger``, and the bytes handed over.
 
     Stage 0 makes one all-reduce per bucket of 25 MiB. Stage 1 reduces every gradient onto the rank
-    that updates its parameter, then gathers the updated parameters; only its bytes are given, as in
-    Rajbhandari et al., 2020, section 7.1. Stages 2 and 3 gather ``number_bytes`` per element.
+    that updates its parameter, then gathers the updated parameters ("ZeRO", section 7.1); only its
+    bytes are given. Stages 2 and 3 gather ``number_bytes`` per element.
     """
     sizes = [FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes]
     if stage == 0:
@@ -198,14 +189,47 @@ def resident_bytes(
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryLedger:
-    """What a rank holds over the course of a training step."""
+    """What a rank holds after each event of a training step, in the order of ``fully_shard``."""
 
-    moments: Sequence[Mapping[str, int]]
+    layers: Sequence[LinearLayer]
+    samples: int
+    ranks: int
+    stage: int = 3
+    checkpointing: bool = False
+    number_bytes: int = FLOAT_BYTES
+    moments: list[Mapping[str, int]] = field(default_factory=list)
     """Bytes by category after each event."""
-    backward: int
+    backward: int = 0
     """Index of the first moment of the backward pass."""
+
+    def __post_init__(self) -> None:
+        # Stages 0 and 1 gather nothing, and reduce nothing before the end of the step.
+        self.sharded, self.short = self.stage >= 2, self.number_bytes != FLOAT_BYTES
+        self.units = unit_bytes(self.layers, self.ranks)
+        sizes = self.units.items()
+        self.full = {unit: full * self.number_bytes // FLOAT_BYTES for unit, (_, full) in sizes}
+        self.loss_bytes = FLOAT_BYTES * self.samples * self.layers[-1].outputs
+        self.gathered: set[str] = set()
+        # Units that were prefetched and are still in the all-gather's buffer.
+        self.ahead: set[str] = set()
+        # Bytes of the forward pass's last all-gather, whose buffer lives until the next is read.
+        self.buffer = 0
+        # Bytes of the last reduce-scatter's input, which is kept until the next one starts.
+        self.reducing = 0
+        held = resident_bytes(self.layers, self.ranks if self.sharded else 1)
+        state = resident_bytes(self.layers, self.ranks if self.stage else 1)["end_optstate_bytes"]
+        self.now = Counter(parameter=held["end_parameter_bytes"])
+        self.change("optstate", state)
+        inputs = self.layers[0].inputs
+        self.change("activation", FLOAT_BYTES * self.samples * inputs)
+        # The samples are float32, and mixed precision makes a copy of them.
+        if self.short:
+            self.change("activation", self._activation_bytes(inputs))
+        self.run_forward()
+        self.backward = len(self.moments)
+        self.run_backward()
 
     @property
     def peak_index(self) -> int:
@@ -219,98 +243,6 @@ class MemoryLedger:
         held = {category: size for category, size in self.moments[self.peak_index].items() if size}
         return held | {"total": sum(held.values())}
 
-
-def step_ledger(
-    layers: Sequence[LinearLayer],
-    samples: int,
-    ranks: int,
-    *,
-    stage: int = 3,
-    checkpointing: bool = False,
-    number_bytes: int = FLOAT_BYTES,
-) -> MemoryLedger:
-    """Return what a rank holds after each event of a training step, by category.
-
-    Categories: parameter, optstate and gradient, which stay on the rank; unsharded_parameter;
-    all_gather and reduce_scatter, which are communication buffers; activation; temp.
-
-    Args:
-        layers: in the order of the forward pass.
-        samples: rows of a rank's input, batch x sequence.
-        ranks: number of ranks that share what is sharded.
-        stage: 3 is FSDP. 2 is FSDP that keeps gathered parameters until the backward pass. 1 is DDP
-            with a sharded optimizer. 0 is DDP, which also copies all gradients into a flat bucket
-            (temp) for the all-reduce at the end of the backward pass.
-        checkpointing: blocks keep only their input, and recompute the rest in the backward pass.
-        number_bytes: per element of gathered parameters, activations and their gradients: 4, or 2
-            with bfloat16. Shards, reduced gradients and the loss stay float32.
-    """
-    _check_stage(stage)
-    if stage < 2 and number_bytes != FLOAT_BYTES:
-        raise ValueError(
-            f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
-            "take float32, or stage 2 or 3"
-        )
-    step = _StepMemory(layers, samples, ranks, stage, checkpointing, number_bytes)
-    step.forward()
-    backward = len(step.moments)
-    step.backward()
-    return MemoryLedger(step.moments, backward)
-
-
-def fsdp_step_peak(
-    layers: Sequence[LinearLayer],
-    samples: int,
-    ranks: int,
-    *,
-    reshard_after_forward: bool = True,
-    checkpointing: bool = False,
-) -> dict[str, int]:
-    """Return the bytes at the peak of an FSDP step, as ``step_ledger(…).peak``."""
-    stage = 3 if reshard_after_forward else 2
-    return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
-
-
-def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]:
-    """Return the bytes at the peak of a DDP step, as ``step_ledger(…).peak``."""
-    return step_ledger(layers, samples, 1, stage=0).peak
-
-
-class _StepMemory:
-    """Allocations of one training step, event by event, in the order of ``fully_shard``."""
-
-    def __init__(
-        self,
-        layers: Sequence[LinearLayer],
-        samples: int,
-        ranks: int,
-        stage: int,
-        checkpointing: bool,
-        number_bytes: int,
-    ):
-        self.layers, self.samples, self.number_bytes = layers, samples, number_bytes
-        self.stage, self.checkpointing = stage, checkpointing
-        # Stages 0 and 1 gather nothing, and reduce nothing before the end of the step.
-        self.sharded, self.short = stage >= 2, number_bytes != FLOAT_BYTES
-        self.gradient_category = "temp" if self.sharded else "gradient"
-        self.units = unit_bytes(layers, ranks)
-        self.moments: list[Mapping[str, int]] = []
-        self.gathered: set[str] = set()
-        # Units that were prefetched and are still in the all-gather's buffer.
-        self.ahead: set[str] = set()
-        # Bytes of the forward pass's last all-gather, whose buffer lives until the next is read.
-        self.buffer = 0
-        # Bytes of the last reduce-scatter's input, which is kept until the next one starts.
-        self.reducing = 0
-        parameters = resident_bytes(layers, ranks if self.sharded else 1)["end_parameter_bytes"]
-        state = resident_bytes(layers, ranks if stage else 1)["end_optstate_bytes"]
-        self.now = Counter(parameter=parameters)
-        self.change("optstate", state)
-        self.change("activation", FLOAT_BYTES * samples * layers[0].inputs)
-        # The samples are float32, and mixed precision makes a copy of them.
-        if self.short:
-            self.change("activation", self._activation_bytes(layers[0].inputs))
-
     def change(self, category: str, *sizes: int) -> None:
         """Allocate bytes, or free negative ones, one after another."""
         for size in sizes:
@@ -320,16 +252,10 @@ class _StepMemory:
     def _activation_bytes(self, width: int) -> int:
         return self.number_bytes * self.samples * width
 
-    def _full_unit_bytes(self, unit: str) -> int:
-        return self.units[unit][1] * self.number_bytes // FLOAT_BYTES
-
-    def _loss_bytes(self) -> int:
-        return FLOAT_BYTES * self.samples * self.layers[-1].outputs
-
     def _inner_layers(self, block: str) -> list[LinearLayer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
-    def forward(self) -> None:
+    def run_forward(self) -> None:
         if "root" in self.units:
             self._gather_unit("root")
         for layer, following in pairwise([*self.layers, None]):
@@ -344,17 +270,15 @@ class _StepMemory:
             if self.stage == 3 and layer.unit != "root" and ends_unit:
                 self._reshard_unit(layer.unit)
         self.change("all_gather", -self.buffer)
-        # The mean square of output - 1 in float32 keeps output - 1.
-        size = self._loss_bytes()
-        if self.short:
-            self.change("temp", size)
+        # The mean square of output - 1 in float32 keeps output - 1; a short output is cast first.
+        size = self.loss_bytes
+        cast = size if self.short else 0
+        self.change("temp", cast)
         self.change("activation", size)
-        if self.short:
-            self.change("temp", -size)
-        self.change("temp", size, -size)
+        self.change("temp", -cast, size, -size)
 
-    def backward(self) -> None:
-        size = self._loss_bytes()
+    def run_backward(self) -> None:
+        size = self.loss_bytes
         # Autograd holds the mean's gradient, output - 1, twice that, and their product at once.
         self.change("temp", 4 * size, -3 * size)
         self.change("activation", -size)
@@ -386,48 +310,47 @@ class _StepMemory:
 
     def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
         out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
+        gradient = "temp" if self.sharded else "gradient"
         # The gradient before the ReLU is made while the one behind it still exists.
         if layer.relu:
             self.change("temp", out, -out)
         self.change(kept_as, -out)
         if not first:
             self.change("temp", before)
-        self.change(self.gradient_category, self.number_bytes * layer.elements)
+        self.change(gradient, self.number_bytes * layer.elements)
         self.change("temp", -out)
         # The samples belong to the caller, but their low-precision copy is freed.
         if first and self.short:
             self.change("activation", -before)
 
     def _preceding_unit(self, index: int) -> str:
-        for layer in reversed(self.layers[:index]):
-            if layer.unit not in (self.layers[index].unit, "root"):
-                return layer.unit
-        return ""
+        earlier = (layer.unit for layer in reversed(self.layers[:index]))
+        return next((unit for unit in earlier if unit not in (self.layers[index].unit, "root")), "")
 
     def _gather_unit(self, unit: str) -> None:
         if self.sharded and unit not in self.gathered:
-            self.change("all_gather", self._full_unit_bytes(unit))
+            self.change("all_gather", self.full[unit])
             self._unshard_unit(unit)
             self.change("all_gather", -self.buffer)
-            self.buffer = self._full_unit_bytes(unit)
+            self.buffer = self.full[unit]
 
     def _regather_unit(self, unit: str, ahead: str) -> None:
-        """Gather a unit for its backward pass, and prefetch the unit that follows."""
+        # Backward prefetch: the next unit is gathered before this one computes.
         for needed in (unit, ahead) if self.sharded else ():
             if needed and needed not in self.gathered | self.ahead:
-                self.change("all_gather", self._full_unit_bytes(needed))
+                self.change("all_gather", self.full[needed])
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard_unit(unit)
-                self.change("all_gather", -self._full_unit_bytes(unit))
+                self.change("all_gather", -self.full[unit])
                 self.ahead.discard(unit)
 
     def _unshard_unit(self, unit: str) -> None:
-        self.change("unsharded_parameter", self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", self.full[unit])
         self.gathered.add(unit)
 
     def _reshard_unit(self, unit: str) -> None:
-        self.change("unsharded_parameter", -self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", -self.full[unit])
         self.gathered.discard(unit)
 
     def _reduce_gradients(self, unit: str) -> None:
@@ -437,10 +360,59 @@ class _StepMemory:
         self._reshard_unit(unit)
         self.change("reduce_scatter", -self.reducing, full)
         # bfloat16 gradients are copied into the order of the ranks before they become float32.
-        copied = self._full_unit_bytes(unit) if self.short else 0
+        copied = self.full[unit] if self.short else 0
         self.change("temp", copied)
         self.change("gradient", kept)
         elements = sum(layer.elements for layer in self.layers if layer.unit == unit)
         # The whole gradients are freed last.
         self.change("temp", -copied - self.number_bytes * elements)
         self.reducing = full
+
+
+def step_ledger(
+    layers: Sequence[LinearLayer],
+    samples: int,
+    ranks: int,
+    *,
+    stage: int = 3,
+    checkpointing: bool = False,
+    number_bytes: int = FLOAT_BYTES,
+) -> MemoryLedger:
+    """Return what a rank holds after each event of a training step, by category.
+
+    Categories: parameter, optstate and gradient, which stay on the rank; unsharded_parameter;
+    all_gather and reduce_scatter, which are communication buffers; activation; temp.
+
+    Args:
+        layers: in the order of the forward pass.
+        samples: rows of a rank's input, batch x sequence.
+        ranks: number of ranks that share what is sharded.
+        stage: 3 is FSDP. 2 keeps gathered parameters until the backward pass. 1 is DDP with a
+            sharded optimizer. 0 is DDP, which also copies all gradients into a flat bucket (temp).
+        checkpointing: blocks keep only their input, and recompute the rest in the backward pass.
+        number_bytes: per element of gathered parameters, activations and their gradients: 4, or 2
+            with bfloat16. Shards, reduced gradients and the loss stay float32.
+    """
+    _check_stage(stage)
+    if stage < 2 and number_bytes != FLOAT_BYTES:
+        rule = f"stage {stage} gathers no parameters, so none in {number_bytes} bytes"
+        raise ValueError(f"{rule}: take float32, or stage 2 or 3")
+    return MemoryLedger(layers, samples, ranks, stage, checkpointing, number_bytes)
+
+
+def fsdp_step_peak(
+    layers: Sequence[LinearLayer],
+    samples: int,
+    ranks: int,
+    *,
+    reshard_after_forward: bool = True,
+    checkpointing: bool = False,
+) -> dict[str, int]:
+    """Return the bytes at the peak of an FSDP step, as ``step_ledger(…).peak``."""
+    stage = 3 if reshard_after_forward else 2
+    return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
+
+
+def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]:
+    """Return the bytes at the peak of a DDP step, as ``step_ledger(…).peak``."""
+    return step_ledger(layers, samples, 1, stage=0).peak

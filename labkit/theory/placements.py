@@ -34,9 +34,8 @@ def local_piece(
     rank holds another term of a sum. Source: ``compute_local_shape_and_global_offset`` of DTensor.
     """
     if len(placements) != len(mesh):
-        raise ValueError(
-            f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis"
-        )
+        given = f"{len(placements)} placements for a mesh of {len(mesh)} axes"
+        raise ValueError(f"{given}: give one for each axis")
     ranks = math.prod(mesh)
     if not 0 <= rank < ranks:
         known = f"take one from 0 to {ranks - 1}"
@@ -63,10 +62,9 @@ def full_tensor_collectives(
 ) -> dict[str, int]:
     """Return the collectives of ``DTensor.full_tensor`` and the bytes that a rank hands to them.
 
-    DTensor goes through the mesh axes, last one first. A Shard axis takes an all-gather, to which
-    each rank hands a chunk as large as the first rank's. A Partial axis takes an all-reduce of
-    what has been gathered so far. A Replicate axis takes nothing. Source: DTensor's redistribute,
-    compared with runs in tests/test_widgets_spatial.py.
+    Mesh axes are undone last one first. A Shard axis takes an all-gather, to which each rank hands
+    a chunk as large as the first rank's; a Partial axis takes an all-reduce of what has been
+    gathered so far; a Replicate axis takes nothing. Source: DTensor's redistribute.
     """
     found: Counter[str] = Counter()
     for axis in reversed(range(len(mesh))):

@@ -19,8 +19,7 @@ def shard_elements(shape: Sequence[int], ranks: int) -> int:
 def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     """Return the local sizes of a dimension cut as by DTensor's Shard: ceil(size / ranks) each.
 
-    The last ranks may get less, but not nothing. Every local size must be a multiple of
-    ``multiple``, the network's total stride, so that no convolution's window crosses a cut.
+    ``multiple`` is the network's total stride: no convolution's window may cross a cut.
     """
     if size < 1 or ranks < 1:
         raise ValueError(f"cannot cut a size of {size} over {ranks} ranks: both must be at least 1")
@@ -31,10 +30,9 @@ def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
         raise ValueError(f"{cannot}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing")
     for local in (sizes[0], sizes[-1]):
         if rest := local % multiple:
-            raise ValueError(
-                f"{cannot}: a rank gets {local}, {local} % {multiple} = {rest}; with a total stride"
-                f" of {multiple} take a multiple of {ranks} x {multiple} = {ranks * multiple}"
-            )
+            rule = f"a rank gets {local}, {local} % {multiple} = {rest}; with a total stride of"
+            fix = f"take a multiple of {ranks} x {multiple} = {ranks * multiple}"
+            raise ValueError(f"{cannot}: {rule} {multiple} {fix}")
     return sizes
 
 
@@ -42,16 +40,13 @@ def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
     """Parse a mesh: ``"4"`` is {space: 4}, ``"2x2"`` is {data: 2, space: 2}, "" is all ranks."""
     parts = text.split("x") if text else [str(world_size)]
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as"
-            " 2x2"
-        )
+        known = "one number of ranks, such as 4, nor data x space, such as 2x2"
+        raise ValueError(f"mesh {text!r} is neither {known}")
     lengths = [int(part) for part in parts]
     ranks = math.prod(lengths)
     if ranks != world_size:
-        raise ValueError(
-            f"mesh {text} is for {ranks} ranks, but {world_size} are launched: make them equal"
-        )
+        rule = f"mesh {text} is for {ranks} ranks, but {world_size} are launched"
+        raise ValueError(f"{rule}: make them equal")
     return dict(zip(("data", "space")[-len(lengths) :], lengths, strict=True))
 
 

@@ -1,14 +1,12 @@
 """Predict sizes, bytes moved and bytes held of a ConvNeXt that is cut into strips.
 
-Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
-docstring; the labs compare every one with measurements. Arguments of all functions:
+Sizes are in elements unless the name says bytes. Arguments of all functions:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
     stages          from convnext_stages, of the whole images or of this rank's strip of them
     tensor_dim      2 if the height is cut, 3 if the width
     halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1
-    element_bytes   4 for float32, 2 for bfloat16
 """
 
 from collections.abc import Sequence
@@ -63,11 +61,10 @@ def check_strips(size: int, ranks: int, depths: Sequence[int]) -> list[int]:
     stride = total_stride(depths)
     widths = shard_sizes(size, ranks, multiple=stride)
     if ranks > 1 and widths[-1] // stride < HALO:
-        held = f"{widths[-1]} / {stride} = {widths[-1] // stride}"
-        raise ValueError(
-            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {held}, less than"
-            f" the halo of {HALO}; use fewer ranks, fewer stages or a larger image"
-        )
+        held = f"in the last stage a rank holds {widths[-1]} / {stride} = {widths[-1] // stride}"
+        fix = "use fewer ranks, fewer stages or a larger image"
+        rule = f"{ranks} ranks cannot share {size}: {held}, less than the halo of {HALO}"
+        raise ValueError(f"{rule}; {fix}")
     return widths
 
 

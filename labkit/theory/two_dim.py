@@ -2,8 +2,7 @@
 
 A pair is two linear layers with bias, from ``width`` to ``inner`` features and back. The axis
 ``tp`` shards the inner features, the axis ``data`` the samples and, with FSDP, the parameters. To
-FSDP or DDP a rank's part of the model is a thinner model, so the formulas of ``theory.fsdp`` apply.
-In all functions:
+FSDP or DDP a rank's part of the model is a thinner model, so ``theory.fsdp`` applies. Arguments:
 
     pairs               width and inner features of every pair; activations need equal widths
     tokens              of a rank in a step: samples times sequence length
@@ -12,9 +11,8 @@ In all functions:
     sequence_parallel   tokens are sharded between the pairs, too
     checkpointing       each pair keeps only its input
 
-Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for
-sequence parallelism.
+Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053); Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198).
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,11 +55,12 @@ def activation_collectives(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Return the collectives of a training step along ``tp``, and the bytes that a rank hands over.
+    """Return a step's collectives along ``tp`` and the bytes that a rank hands over, for all
+    tokens.
 
-    A pair all-reduces its output in the forward pass, and the gradient of its input in the backward
-    pass, for all tokens. Sequence parallelism replaces an all-reduce with a reduce-scatter after a
-    pair and an all-gather before the next one, and the reverse in the backward pass.
+    A pair all-reduces its output, and in the backward pass its input's gradient. Sequence
+    parallelism makes each a reduce-scatter after a pair and an all-gather before the next, or the
+    reverse.
     """
     if tp == 1:
         return {}
@@ -119,9 +118,9 @@ def mesh_resident_bytes(
 def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
     """Return the bytes that one rank of a ring puts on the wire along each axis.
 
-    In a ring of n ranks, a rank that hands s bytes to an all-gather sends (n - 1) s; to a
-    reduce-scatter (n - 1) / n of s; to an all-reduce 2 (n - 1) / n of s. ``sent`` has bytes handed
-    to the calls by the names of ``result.value``, predicted or measured; other values are ignored.
+    In a ring of n ranks, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-
+    scatter (n - 1) / n of s; to an all-reduce 2 (n - 1) / n of s. ``sent`` has bytes handed over by
+    the names of ``result.value``, predicted or measured; other values are ignored.
     """
     return {
         axis: sum(fsdp.stage_wire_bytes(_on_axis(sent, axis), ranks).values())
@@ -130,8 +129,8 @@ def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[st
 
 
 def _on_axis(values: Mapping[str, float], axis: str) -> dict[str, float]:
-    parts = ((name.partition("/"), value) for name, value in values.items())
-    return {name: value for (start, _, name), value in parts if start == axis}
+    start = f"{axis}/"
+    return {n.removeprefix(start): size for n, size in values.items() if n.startswith(start)}
 
 
 def tp_activation_bytes(
@@ -212,11 +211,18 @@ def step_seconds(
 
 
 def step_flops_per_token(pairs: LayerPairs) -> int:
-    """Return the operations per token of a training step on all ranks: 6 for each weight.
-
-    Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
-    """
+    """Return a step's operations per token on all ranks: 6 a weight (Kaplan, arXiv:2001.08361)."""
     return 6 * sum(2 * width * inner for width, inner in pairs)
+
+
+def count_tp_lines(ranks: int, tp: int, sequence_parallel: bool) -> int:
+    """Return the number of lines of ``tp`` ranks, or raise ValueError if there is no whole one."""
+    if ranks % tp:
+        rule = f"{ranks} ranks cannot be cut into lines of tp = {tp}"
+        raise ValueError(f"{rule}: it must divide them")
+    if sequence_parallel and tp == 1:
+        raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
+    return ranks // tp
 
 
 def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
@@ -227,18 +233,14 @@ def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int
 def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
     """Return the seconds of ``step_seconds`` that a rank spends computing or waiting.
 
-    With ``overlap``, transfers along ``data`` are hidden by the computation as far as it lasts. A
-    rank always waits for those along ``tp``.
+    With ``overlap``, computation hides transfers along ``data``, but never those along ``tp``.
     """
     hidden = seconds["compute"] if overlap else 0.0
     return {**seconds, "data": max(0.0, seconds["data"] - hidden)}
 
 
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
-    """Return the link of a ring of ``group`` ranks, each ``apart`` from the next, on several hosts.
-
-    ``card`` is the link of a rank's network card, ``inside`` that between ranks of one host.
-    """
+    """Return the link of a ring of ``group`` ranks, ``apart`` from each other, on several hosts."""
     # A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
     # one per card, and a group with k ranks in a host has k cards there to itself.
     if (group - 1) * apart < host:
