@@ -16,9 +16,9 @@ from labkit.theory.spatial import ConvNeXtStage
 FRAME_GAP = 0.8
 BLOCK_LAYERS = ("norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale", "+ x")
 NEED_COLOURS = {
-    "needs what the rank holds": style.SKY,
-    "needs the neighbours' columns": style.ORANGE,
-    "needs a sum over all ranks": style.PURPLE,
+    "needs what the rank holds": style.mix_with_white(style.SKY, 0.55),
+    "needs the neighbours' columns": style.mix_with_white(style.ORANGE, 0.55),
+    "needs a sum over all ranks": style.mix_with_white(style.PURPLE, 0.55),
 }
 # For a picture of height 1: its width, and where the ranks' pieces begin.
 PICTURE_WIDTH, PIECES_LEFT = 0.86, 1.0
@@ -36,8 +36,7 @@ def convnext_diagram(
     Colours say what an operation needs once the images are cut. ``stages`` are of whole images.
     """
     ax = style.make_axes(ax, 10, 4.2)
-    tints = {need: style.mix_with_white(colour, 0.55) for need, colour in NEED_COLOURS.items()}
-    own, neighbours, everyone = tints.values()
+    own, neighbours, everyone = NEED_COLOURS.values()
     boxes: list[tuple[str, Any]] = [(f"image\n3 × {height} × {width}", "white")]
     step = 10 / (2 * len(stages) + 3)
     for index, stage in enumerate(stages):
@@ -49,18 +48,17 @@ def convnext_diagram(
         ax.plot([left, right], [2.95, 2.95], color=style.GREY, lw=1)
         text = f"stage {index}: C = {stage.channels}"
         ax.text((left + right) / 2, 3.0, text, fontsize=9, **style.ON_TOP)
-    boxes += [
-        (f"mean over H, W\n{stages[-1].channels}", everyone),
-        ("head: linear\n10 logits", own),
-    ]
+    boxes.append((f"mean over H, W\n{stages[-1].channels}", everyone))
+    boxes.append(("head: linear\n10 logits", own))
     _draw_row(ax, boxes, top=2.0, height=0.8)
-    block: list[tuple[str, Any]] = [("x", "white"), ("7 × 7\ndepthwise", neighbours)]
-    _draw_row(ax, block + [(name, own) for name in BLOCK_LAYERS], top=0.35, height=0.75)
+    layers = [(name, own) for name in BLOCK_LAYERS]
+    block = [("x", "white"), ("7 × 7\ndepthwise", neighbours), *layers]
+    _draw_row(ax, block, top=0.35, height=0.75)
     ax.text(0, 1.25, "one block, C channels in and out:", fontsize=10, va="bottom")
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 10, "color": style.GREY}
     skip = FancyArrowPatch((0.5, 0.33), (9.4, 0.33), connectionstyle="arc3,rad=0.06", **look)
     ax.add_patch(skip)
-    style.add_legend_above(ax, 3, style.legend_patches(tints))
+    style.add_legend_above(ax, 3, style.legend_patches(NEED_COLOURS))
     ax.set(xlim=(-0.05, 10), ylim=(-0.15, 3.3))
     ax.set_axis_off()
     return ax
@@ -99,15 +97,16 @@ def halo_diagram(
     ax.imshow(picture[:, start:stop], extent=(start, stop, below + height, below), zorder=0)
     look: dict[str, Any] = {"edgecolor": style.rank_colour(rank), "lw": 1.5}
     _draw_frame(ax, (start, below, stop - start, height), **look)
-    for source in (rank - 1, rank + 1):
+    sides = (
+        (rank - 1, rank * strip - halo, -gap, "right"),
+        (rank + 1, (rank + 1) * strip, gap, "left"),
+    )
+    for source, origin, shift, align in sides:
+        # The first and the last rank have one neighbour.
         if not 0 <= source < ranks:
             continue
-        if source < rank:
-            origin = rank * strip - halo
-            to, side, align = origin - gap, origin - 2 * gap, "right"
-        else:
-            origin = (rank + 1) * strip
-            to, side, align = origin + gap, origin + halo + 2 * gap, "left"
+        to = origin + shift
+        side = to + shift + (halo if shift > 0 else 0)
         columns = picture[:, round(origin) : round(origin) + halo]
         ax.imshow(columns, extent=(to, to + halo, below + height, below), zorder=0)
         look = {"edgecolor": style.rank_colour(source), "lw": 2.5}

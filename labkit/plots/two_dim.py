@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.plots.style import Numbers, Stacks
 from labkit.runs.result import RunResult
 

@@ -14,7 +14,7 @@ from labkit import tensors
 from labkit.models.tile_network import tile_network_weights
 from labkit.plots import extensions as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers

@@ -8,7 +8,7 @@ import labkit
 from labkit.models import photo
 from labkit.plots import spatial as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit.plots import fsdp as plots
+from labkit.plots import memory as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
