@@ -58,21 +58,7 @@ def comparison_table(
             rows[name] = _ratio_row(expected, value, tolerance)
         else:
             said = {"yours": yours.get(name)} | ({} if predicted is None else {"theory": expected})
-            rows[name] = _text_row(said, column, value, tolerance)
-    return pandas.DataFrame.from_dict(rows, orient="index")
-
-
-def text_comparison_table(
-    predicted: Numbers, result: RunResult | None, tolerances: Numbers
-) -> pandas.DataFrame:
-    """Return predicted beside measured as text, one row per value; – where nothing was measured.
-
-    ``tolerances`` are fractions by name; values without one must be equal.
-    """
-    rows = {}
-    for name, expected in predicted.items():
-        measured, tolerance = result.value(name) if result else None, tolerances.get(name, 0.0)
-        rows[name] = _text_row({"theory": expected}, "measured", measured, tolerance)
+            rows[name] = comparison_row(said, column, value, tolerance)
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
@@ -101,10 +87,10 @@ def _ratio_row(expected: float, measured: float, tolerance: float) -> dict[str, 
     return numbers | {"verdict": verdict}
 
 
-def _text_row(
+def comparison_row(
     said: dict[str, float | None], column: str, measured: float | None, tolerance: float
 ) -> dict[str, str]:
-    """Return predictions, what was measured, and how far off each prediction is, as text."""
+    """Return as text predictions by source, the measured value, and how far off each source is."""
     row = {name: _number_text(value) for name, value in (said | {column: measured}).items()}
     errors = {name: relative_error_text(said[name], measured, tolerance) for name in said}
     return row | {f"{name} is": text for name, text in errors.items()}
