@@ -40,16 +40,15 @@ def encoding_colour(label: str) -> str:
 
 
 class TensorLife(NamedTuple):
-    """A tensor of one row of ``ROW_COLOURS`` that exists for a part of each gather.
-
-    It lives from the beginning of the moment ``start`` to the end of ``end``, in the memory of the
-    row ``shares`` ("" for its own). Its text is ``first`` in the first gather and ``again`` later.
-    """
+    """A tensor that exists for a part of each gather."""
 
     row: str
+    # The first and the last of ``GATHER_MOMENTS`` at which it exists.
     start: str
     end: str
+    # The row in whose memory it lies, "" for memory of its own.
     shares: str
+    # Its texts in the first gather and in later ones.
     first: str
     again: str
 
@@ -149,10 +148,8 @@ def error_by_bytes(
     largest weight, or the RMS error over the weights' RMS.
     """
     if "fp32" not in results:
-        raise ValueError(
-            f"no run 'fp32' among {', '.join(results) or 'no runs'}: "
-            "add one, the bytes are parts of its"
-        )
+        known = ", ".join(results) or "no runs"
+        raise ValueError(f"no run 'fp32' among {known}: add one, the bytes are parts of its")
     ax = style.make_axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
     value, what = ERROR_KINDS[error]
@@ -214,27 +211,23 @@ def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
     The results are runs of allgather_extensions; ``predicted`` are bytes held, by label.
     """
     axes = style.make_row(2, 9.5, 3.6)
-    colours = {
-        "in the hooks: encode and decode": style.GREY,
-        "the rest of the gather": style.COLLECTIVE_COLOURS["all_gather"],
-    }
+    coding, rest = "in the hooks: encode and decode", "the rest of the gather"
+    colours = {coding: style.GREY, rest: style.COLLECTIVE_COLOURS["all_gather"]}
     held_colours = {"measured": style.MEMORY_COLOURS["gathered parameters"]}
+    times, held = {}, {}
     for column, (label, result) in enumerate(results.items()):
-        took, coding = result.value("gather_ms"), result.value("hooks_ms")
-        parts = dict(zip(colours, (coding, took - coding), strict=True))
-        held = {"measured": result.value("held_bytes") / 1e6}
-        style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
-        for ax, sizes, tints in zip(axes, (parts, held), (colours, held_colours), strict=True):
-            height = style.draw_stack(ax.bar, column, sizes, tints)
-            style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
+        hooks_ms = result.value("hooks_ms")
+        times[label] = {coding: hooks_ms, rest: result.value("gather_ms") - hooks_ms}
+        held[label] = {"measured": result.value("held_bytes")}
+        style.mark_prediction(axes[1], column, 0.3, predicted[label] / 1e6)
+    style.draw_bar_stacks(axes[0], {}, times, colours, 1.0, columns=2)
+    style.draw_bar_stacks(axes[1], {}, held, held_colours, 1e6)
     handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
-    style.add_legend_above(axes[0], 2, style.legend_patches(colours))
     style.add_legend_above(axes[1], 2, handles)
     axes[0].set_ylabel("gathering all units once, ms")
     axes[1].set_ylabel("held while they compute, MB")
     for ax in axes:
-        style.make_axes(ax).set_xticks(range(len(results)), list(results), fontsize=9)
-        ax.margins(y=0.12)
+        style.make_axes(ax).margins(y=0.12)
     style.add_stamp(axes[0], results.values())
     return axes
 
