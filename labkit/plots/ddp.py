@@ -57,6 +57,7 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
         _draw_gradient_boxes(ax, row, bucket, size)
     labels = [f"bucket {bucket.index}\n{readable_bytes(bucket.bytes)}" for bucket in rows]
     ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
+    # The right part of the axes has a scale of its own.
     ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
     ax.spines["bottom"].set_bounds(0, longest / size)
     ax.set_xlabel(f"gradients that travel together, {unit}", x=BOXES_SHARE / 2)
@@ -100,6 +101,7 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
         order.text(until, row - 0.2, text, ha="right", fontsize=7, color=colour)
     order.spines[["top", "right", "left"]].set_visible(False)
     order.tick_params(axis="y", length=0, labelleft=False)
+    # Lines of a program count from 1.
     order.set_xlim(1, order.get_xlim()[1])
     order.set_xlabel("line of the generated program")
     handles: list[Any] = [Patch(label="on its way", **BAR_STYLE)]
@@ -119,6 +121,7 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     """Return the buckets of rank 0's program with the names that the run recorded."""
     found = inductor.find_buckets(result.ranks[0].artifact("code"))
     records = result.frame.query("rank == 0 and kind == 'bucket'")
+    # Every step records its buckets.
     records = records.drop_duplicates(["index", "name"], keep="last")
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
     if coded != list(zip(records["index"], records["bytes"], strict=True)):
@@ -146,6 +149,7 @@ def pass_time_by_bucket_size(
     """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
     ax = style.make_axes(ax)
     steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
+    # A disturbed step would flatten all bars: those above the top are counted instead.
     medians = [times.median() for times in steps.values()]
     predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
     top = 1.25 * max(*medians, *predicted.values())

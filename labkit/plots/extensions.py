@@ -156,7 +156,7 @@ def error_by_bytes(
     for label, result in results.items():
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
         ax.plot(sent, found, "o", color=encoding_colour(label), ms=8, clip_on=False, zorder=3)
-        # Below an error of 0 the label would lie on the axis.
+        # Below an error of 0, the label would lie on the axis.
         shift = (0, 20 if found == 0 else -20)
         style.add_note(ax, f"{label}\n{found:.2g}", (sent, found), shift, va="center")
         if bounds and label in bounds:
@@ -214,20 +214,22 @@ def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
     coding, rest = "in the hooks: encode and decode", "the rest of the gather"
     colours = {coding: style.GREY, rest: style.COLLECTIVE_COLOURS["all_gather"]}
     held_colours = {"measured": style.MEMORY_COLOURS["gathered parameters"]}
-    times, held = {}, {}
     for column, (label, result) in enumerate(results.items()):
         hooks_ms = result.value("hooks_ms")
-        times[label] = {coding: hooks_ms, rest: result.value("gather_ms") - hooks_ms}
-        held[label] = {"measured": result.value("held_bytes")}
-        style.mark_prediction(axes[1], column, 0.3, predicted[label] / 1e6)
-    style.draw_bar_stacks(axes[0], {}, times, colours, 1.0, columns=2)
-    style.draw_bar_stacks(axes[1], {}, held, held_colours, 1e6)
+        parts = {coding: hooks_ms, rest: result.value("gather_ms") - hooks_ms}
+        held = {"measured": result.value("held_bytes") / 1e6}
+        style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
+        for ax, sizes, tints in ((axes[0], parts, colours), (axes[1], held, held_colours)):
+            height = style.draw_stack(ax.bar, column, sizes, tints)
+            style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
     handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
+    style.add_legend_above(axes[0], 2, style.legend_patches(colours))
     style.add_legend_above(axes[1], 2, handles)
-    axes[0].set_ylabel("gathering all units once, ms")
-    axes[1].set_ylabel("held while they compute, MB")
-    for ax in axes:
-        style.make_axes(ax).margins(y=0.12)
+    labels = ("gathering all units once, ms", "held while they compute, MB")
+    for ax, ylabel in zip(axes, labels, strict=True):
+        style.make_axes(ax).set_xticks(range(len(results)), list(results), fontsize=9)
+        ax.margins(y=0.12)
+        ax.set_ylabel(ylabel)
     style.add_stamp(axes[0], results.values())
     return axes
 
@@ -242,13 +244,13 @@ def gather_time_by_bandwidth(
 ) -> Axes:
     """Draw the predicted time of gathers by bandwidth, one line per encoding.
 
-    ``seconds`` are, by encoding, the bytes that a rank sends, and seconds to encode and decode;
-    ``machines`` bandwidths to mark, in bytes per second; ``measured``, by encoding, a bandwidth and
-    the seconds that ``results`` measured there.
+    ``seconds`` are, by encoding, the bytes that a rank sends and the seconds to encode and decode.
+    ``machines`` are bandwidths to mark, in bytes per second. ``measured`` are, by encoding, a
+    bandwidth and the seconds that ``results`` measured there.
     """
     ax = style.make_axes(ax, 5.2, 3.6)
-    low, high = min(machines.values()) / 10, max(machines.values()) * 10
-    bandwidths = numpy.geomspace(low, high, 60)
+    # A decade beyond the slowest and the fastest machine, to show where lines cross.
+    bandwidths = numpy.geomspace(min(machines.values()) / 10, max(machines.values()) * 10, 60)
     for name, (sent, coding) in seconds.items():
         colour, times_ms = encoding_colour(name), 1e3 * (sent / bandwidths + coding)
         look = style.PREDICTION_STYLE | {"color": colour}

@@ -59,6 +59,7 @@ def memory_comparison(
     peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
     style.draw_bar_stacks(ax, bars, peaks, style.MEMORY_COLOURS, size, columns=4)
     if bound is not None:
+        # The line crosses the numbers of bars that end near it.
         for text in ax.texts:
             text.set_bbox(WHITE_BOX)
         style.draw_limit(ax, "bound", bound / size, unit)

@@ -120,6 +120,7 @@ def debug_costs(step_ms: Numbers, result: RunResult, *, ax: Axes | None = None) 
     """Draw the time of a step with each debugging aid; the first bar is the step without any."""
     ax = style.make_axes(ax, height=1.0 + 0.45 * len(step_ms))
     (first, plain), *others = step_ms.items()
+    # Two parts, of which each row has one, give the first bar its own colour.
     rows = {first: {"plain": plain}} | {label: {"aid": took} for label, took in others}
     texts = [f"{plain:.2g} ms", *(f"{took:.2g} ms, {took / plain:.2g} ×" for _, took in others)]
     style.draw_rows(ax, rows, {"plain": style.GREY, "aid": style.BLUE}, texts)
@@ -136,6 +137,7 @@ def loss_curves(results: Runs, *, chance: float | None = None, ax: Axes | None =
     """
     ax = style.make_axes(ax)
     for index, (label, result) in enumerate(results.items()):
+        # Losses of correct runs coincide: a line must show those that it lies on.
         line = ("-", "--", ":", "-.")[index % 4]
         _draw_curve(ax, index, label, result.losses, linestyle=line, lw=2)
     if chance is not None:
@@ -162,6 +164,7 @@ def loss_difference_curves(
 
 
 def _draw_curve(ax: Axes, index: int, label: str, values: pandas.Series, **look: Any) -> None:
+    # Open markers that become smaller stay visible on top of each other.
     turn = index % 4
     if len(values) <= MAX_STEPS_WITH_MARKERS:
         look |= {"marker": "osD^"[turn], "markersize": 10 - 2 * turn, "fillstyle": "none"}

@@ -66,6 +66,7 @@ def convnext_diagram(
 
 def _draw_row(ax: Axes, boxes: Sequence[tuple[str, Any]], top: float, height: float) -> None:
     """Draw boxes with text from left to right, joined by arrows."""
+    # All rows are 10 wide, whatever the number of boxes.
     step, middle = 10 / len(boxes), top + height / 2
     for index, (text, face) in enumerate(boxes):
         left, width = index * step, step - 0.18
@@ -84,7 +85,9 @@ def halo_diagram(
     is [height, width, 3]; a neighbour sends ``halo`` columns.
     """
     height, width = picture.shape[:2]
-    strip, gap, below = width / ranks, max(2.0, width / 60), 1.26 * height
+    strip, gap = width / ranks, max(2.0, width / 60)
+    # The rank's own columns are drawn below the picture, with room for the arrows.
+    below = 1.26 * height
     ax = style.make_axes(ax, 4.8, 4.8 * 2.3 * height / width)
     ax.imshow(picture, extent=(0, width, height, 0), zorder=0)
     ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
@@ -140,6 +143,7 @@ def shard_panels(
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
         axes = list(panels.flat)[: len(tensors) + 1]
     rows, columns = whole.shape
+    # The ranks form a square, in whose middle the whole matrix is drawn.
     across, down = columns + FRAME_GAP, rows + FRAME_GAP
     for ax, name in zip(axes, ("the matrix", *tensors), strict=True):
         limits = {"xlim": (-0.1, columns + across + 0.1), "ylim": (rows + down + 0.1, -0.75)}
@@ -164,6 +168,7 @@ def shard_panels(
 
 def _find_part(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
     """Return the row and column at which a part begins, (0, 0) for a summand of the whole."""
+    # Every part of the whole that has the local shape: [row, column, *local].
     windows = numpy.lib.stride_tricks.sliding_window_view(whole, local.shape)
     places = numpy.argwhere((windows == local).all(axis=(2, 3)))
     row, column = places[0] if len(places) else (0, 0)
@@ -193,7 +198,7 @@ def placement_picture(
     _draw_owners(ax, picture, pieces)
     ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
     ax.text(PIECES_LEFT, -0.04, f"rows × columns, {source}", va="bottom", fontsize=10)
-    # The height of a piece with which all rows and columns of the mesh fit.
+    # The height of a piece with which all rows and columns of the mesh fit, labels included.
     scale = min(1.02 / (1.12 * PICTURE_WIDTH * columns), 1 / (1.5 * -(-len(pieces) // columns)))
     for index, piece in pieces.items():
         left = PIECES_LEFT + index % columns * 1.12 * PICTURE_WIDTH * scale
@@ -288,13 +293,13 @@ def strip_layout(
         ax.text(0, top - 0.01, text, va="bottom", fontsize=9)
         ax.imshow(picture, extent=(0, 1, top + height, top))
         for place in range(space):
-            rank, first, last = row * space + place, place / space, (place + 1) / space - halo
+            rank = row * space + place
+            colour, first, last = style.rank_colour(rank), place / space, (place + 1) / space - halo
             box = _strip_box(first, 1 / space, top, height, tensor_dim)
-            _draw_frame(ax, box, edgecolor=style.rank_colour(rank), lw=2)
+            _draw_frame(ax, box, edgecolor=colour, lw=2)
             # The first and the last strip have one neighbour.
             for start in [first] * (place > 0) + [last] * (place < space - 1):
                 edge = _strip_box(start, halo, top, height, tensor_dim)
-                colour = style.rank_colour(rank)
                 style.add_box(ax, *edge, facecolor=colour, alpha=0.6, edgecolor="none")
             _label_box(ax, box, f"rank {rank}", 9)
     ax.set(xlim=(-0.01, 1.01), ylim=(data * pitch - 0.1, -0.08), aspect="equal")

@@ -30,6 +30,7 @@ def timeline(
     """
     bars = result.frame[result.frame["kind"] == "bar"]
     bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
+    # Slots and names are given in the order of time.
     bars = bars.sort_values("start", kind="stable")
     shown = result.active_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
@@ -62,6 +63,7 @@ def timeline(
     ax.set(yticks=list(labels), yticklabels=list(labels.values()))
     ax.set_xlabel("time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
+    # From the top down: rank 0 comes first.
     ax.set_ylim(RANK_PITCH * len(shown) - 0.45, -0.6)
     _, exposed_ms, step_ms = _communication_ms(result, shown)
     phases = set(bars["phase"])
@@ -113,6 +115,7 @@ def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None
         ax.text(end, rank.rank, text, va="center", fontsize=9)
         last_ms = max(last_ms, end)
     ax.axvline(predicted_ms, **style.PREDICTION_STYLE)
+    # The texts need room to the right of the bars.
     ax.set(xlabel="time since the first step, ms", xlim=(0, 1.22 * last_ms))
     ax.set_yticks(range(result.world_size), [f"rank {rank.rank}" for rank in result.ranks])
     ax.tick_params(axis="y", length=0)

@@ -32,6 +32,7 @@ def pair_diagram(x: Matrix, first: Matrix, second: Matrix, *, ax: Axes | None = 
     """
     share = len(first) // 2
     ax = style.make_axes(ax, 10, 4.1)
+    # The sum of the ranks' parts, as the all-reduce makes it.
     tokens, whole = numpy.array(x), numpy.zeros((len(x), len(second)))
     for rank in range(2):
         start, stop = rank * share, (rank + 1) * share
@@ -158,8 +159,10 @@ def step_time_by_tp(
     """
     axes: list[Any] = style.make_row(1 + len(seconds), 3.6 * (1 + len(seconds)), 3.7)
     traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
+    # One legend of the figure serves all panels.
     axes[0].get_legend().remove()
     axes[0].set_title("bytes", fontsize=10)
+    # One scale, so that the panels can be compared.
     highest = max(sum(parts.values()) for each in seconds.values() for parts in each.values()) * 1e3
     for ax, (title, bars) in zip(axes[1:], seconds.items(), strict=True):
         style.draw_bar_stacks(style.make_axes(ax), bars, {}, TIME_COLOURS, 1e-3)

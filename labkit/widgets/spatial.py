@@ -18,6 +18,8 @@ from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
+# What a run reports of each rank's piece.
+PIECE_SIZES = ("rows", "columns", "bytes")
 PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 # The height of the images, in pixels.
 HEIGHT = 64
@@ -52,13 +54,13 @@ class PlacementExplorer(Explorer):
         shape, rank = _photo_sample(chosen["every"]).shape, chosen["rank"]
         mesh, names = chosen["mesh"], _axis_placements(**chosen)
         rows, columns, colours = placements.local_piece(shape, mesh, names, rank).shape
-        sizes = {"rows": rows, "columns": columns, "bytes": 4 * rows * columns * colours}
-        held: dict[str, float] = {f"rank {rank} {name}": size for name, size in sizes.items()}
-        return (
-            held
-            | placements.full_tensor_collectives(shape, mesh, names)
-            | {"values that differ": 0}
-        )
+        sizes = (rows, columns, 4 * rows * columns * colours)
+        held: dict[str, float] = {}
+        for name, size in zip(PIECE_SIZES, sizes, strict=True):
+            held[f"rank {rank} {name}"] = size
+        # ``full_tensor`` brings back the photo, bit by bit.
+        held["values that differ"] = 0
+        return held | placements.full_tensor_collectives(shape, mesh, names)
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         whole, rank = _photo_sample(chosen["every"]), chosen["rank"]
@@ -72,9 +74,7 @@ class PlacementExplorer(Explorer):
                 measured[each] = [int(size) for size in sides]
         ax = figure.add_axes((0, 0.03, 1, 0.97))
         plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
-        rows, columns, size = (
-            predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes")
-        )
+        rows, columns, size = (predicted[f"rank {rank} {name}"] for name in PIECE_SIZES)
         piece, calls = pieces[rank], []
         term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
         for name in ("all_gather", "all_reduce"):
@@ -161,10 +161,7 @@ class SpatialExplorer(Explorer):
             figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        bars: dict[str, Numbers] = {
-            "1 rank": {"activations": alone},
-            "a rank": {"activations": held},
-        }
+        bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen, sent = {}, {}
         if result is not None:
             found = {name: result.value(name) for name in predicted}
