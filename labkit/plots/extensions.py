@@ -89,6 +89,7 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
         ax.text(offset + count / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
         ax.text(offset + count + 0.5, 2, "freed\nby FSDP", fontsize=8, **style.CENTRED)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
+    # The legend takes the place below.
     ax.xaxis.tick_top()
     ax.set(xlim=(0, len(moments)), ylim=(len(ROW_COLOURS) - 0.5, -0.55))
     ax.set(yticks=range(len(ROW_COLOURS)), yticklabels=ROW_COLOURS)
@@ -110,6 +111,7 @@ def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, tex
     style.add_box(ax, start, position - 0.4, end - start, 0.8, **look)
     said = ax.text((start + end) / 2, position, text, fontsize=8, **style.CENTRED)
     said.set_color(style.text_colour(look["facecolor"]))
+    # The hatches would cross the letters.
     if shares:
         said.set_bbox({"color": "white", "pad": 1.5})
 
@@ -118,6 +120,7 @@ def shard_padding(
     whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
 ) -> Sequence[Axes]:
     """Draw a matrix and what two ranks hold of it, then the padded matrix and what they send."""
+    # Equal shards need padding, which ranks send, too.
     padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
     axes = style.make_row(4, 10, 1.9)
     for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):

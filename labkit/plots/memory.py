@@ -1,12 +1,10 @@
 """Figures of bytes: a rank's memory by category and its traffic, predicted beside measured."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 
 from labkit.plots import style
 from labkit.plots.style import Numbers, Runs, Stacks
@@ -99,19 +97,15 @@ def memory_over_step(
     ax = style.make_axes(ax, width=6.5, height=3.8)
     parts, end = [sum_by_category(moment) for moment in moments], len(moments)
     colours = style.colours_in_use(style.MEMORY_COLOURS, parts)
-    heights = [[part[name] / 1e6 for part in parts] for name in colours]
-    tops = numpy.cumsum([numpy.zeros(end), *heights], axis=0)  # [1 + category, moment]
     # The curve has steps: each event's height twice, at its left and at its right edge.
     edges = numpy.repeat(numpy.arange(end + 1), 2)[1:-1]
-    there_and_back, areas = numpy.append(edges, edges[::-1]), []
-    for lower, upper in pairwise(numpy.repeat(tops, 2, axis=1)):
-        areas.append(numpy.column_stack([there_and_back, numpy.append(upper, lower[::-1])]))
-    # An explorer redraws this at each click: a single collection without limits of its own is fast.
-    look: dict[str, Any] = {"facecolors": list(colours.values()), "alpha": 0.45, "linewidths": 0}
-    ax.add_collection(PolyCollection(areas, **look), autolim=False)
-    ax.plot(edges, numpy.repeat(tops[-1], 2), **style.PREDICTION_STYLE)
-    fullest = int(tops[-1].argmax())
-    peak, place, side = tops[-1][fullest], fullest + 0.5, "right" if fullest > end / 2 else "left"
+    heights = [numpy.repeat([part[name] / 1e6 for part in parts], 2) for name in colours]
+    ax.stackplot(edges, heights, colors=list(colours.values()), alpha=0.45, lw=0)
+    total = numpy.sum(heights, axis=0)
+    ax.plot(edges, total, **style.PREDICTION_STYLE)
+    fullest = int(total.argmax()) // 2
+    peak, place = total.max(), fullest + 0.5
+    side = "right" if fullest > end / 2 else "left"
     ax.plot(place, peak, "v", color="black", ms=6)
     text = style.add_note(ax, f"peak {peak:.3g} MB", (place, peak), (0, 6), ha=side)
     text.set_bbox(WHITE_BOX | {"alpha": 0.8})
@@ -120,7 +114,7 @@ def memory_over_step(
     if result is not None:
         places["measured"] = middle = 1.09 * end
         found = {name: size / 1e6 for name, size in peak_bytes_by_category(result).items()}
-        look = {"edgecolor": "white", "linewidth": 0.5}
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
         bar = style.draw_stack(ax.bar, middle, found, style.MEMORY_COLOURS, 0.09 * end, **look)
         ax.text(middle, bar, f"{bar:.3g}", fontsize=9, **style.ON_TOP)
         top = max(top, bar)

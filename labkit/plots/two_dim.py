@@ -188,6 +188,7 @@ def step_time_by_split(
     """
     ax = style.make_axes(ax)
     totals_s = {tp: sum(parts.values()) for tp, parts in seconds.items()}
+    # A tie goes to the smaller size of tp.
     best, highest_s = min(totals_s, key=totals_s.__getitem__), max(*totals_s.values(), measured_s)
     (unit, size), legend = style.time_unit(highest_s), TIME_LABELS
     for column, (tp, parts) in enumerate(seconds.items()):

@@ -24,8 +24,6 @@ PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 # The height of the images, in pixels.
 HEIGHT = 64
 DEPTHS = (1, 1)  # blocks in each stage
-# A 7 × 7 convolution needs this many columns of each neighbour.
-HALO = 3
 # Left, bottom, width and height of each panel, as fractions of the figure.
 PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
 MESHES = {"1 × 1": (1, 1), "1 × 2": (1, 2), "1 × 4": (1, 4), "2 × 1": (2, 1), "2 × 2": (2, 2)}
@@ -152,13 +150,13 @@ class SpatialExplorer(Explorer):
         # The 512 columns of the photo around its row 200, with the aspect of the images.
         rows = 512 * HEIGHT // chosen["width"]
         eyes = photo.load_photo()[200 - rows // 2 : 200 + rows // 2]
-        halo = HALO * theory.total_stride(DEPTHS)
+        halo = theory.HALO * theory.total_stride(DEPTHS)
         look: dict[str, Any] = {"tensor_dim": chosen["tensor_dim"], "ax": strips}
         part = halo / _cut_side(**chosen)
         plots.strip_layout(eyes, (data, space), chosen["batch"], part, **look)
         if space > 1:
-            text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
-            figure.text(0.01, 0.05, text, fontsize=9)
+            sizes = f"{theory.HALO} of its pixels, {halo} of the image"
+            figure.text(0.01, 0.05, f"shaded: the halo in the last stage,\n{sizes}", fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
         bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
@@ -183,6 +181,7 @@ class SpatialExplorer(Explorer):
     def launch(self, **chosen: Any) -> RunResult:
         data, space = chosen["mesh"]
         how = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
+        # One rank has no neighbour: it trains the network that is not cut.
         how |= {"height": HEIGHT, "depths": DEPTHS, "steps": 1, "strategy": "plain"}
         if data * space > 1:
             how |= {"strategy": "local", "mesh": f"{data}x{space}"}

@@ -90,6 +90,7 @@ class WrappingExplorer(Explorer):
         how = {name: chosen[name] for name in ("batch", "checkpointing", "precision")}
         # One step is enough: memory and traffic are the same in each.
         how |= {"model": "mlp_stack", "layers": blocks, "dim": dim, "steps": 1}
+        # Stage 0 is DDP, which has no units.
         how["wrap"] = chosen["wrap"] if chosen["stage"] else "none"
         how["reshard_after_forward"] = chosen["stage"] != 2
         return labkit.run("fsdp_wrap", nproc=chosen["ranks"], **how)
