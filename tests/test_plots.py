@@ -273,7 +273,7 @@ def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are
     curve = next(line for line in ax.lines if line.get_linestyle() == "--")
     assert list(curve.get_ydata()) == [2, 2, 6, 6, 3, 3], "MB, predicted is dashed"
     assert texts_of(ax) == ["peak 6 MB", "18", "budget\n5 MB"]
-    tops = [path.vertices[:, 1].max() for path in ax.collections[0].get_paths()]
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
     assert tops == [4, 6, 6], "activations, parameters, temporary"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["activations", "parameters", "temporary"]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["forward pass", "backward pass", "measured"]

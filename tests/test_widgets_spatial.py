@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from labkit import local_ranks, widgets
 from labkit.models import photo
 from labkit.theory import placements as theory
-from labkit.widgets.placement import PLACEMENT_NAMES
+from labkit.widgets.spatial import PLACEMENT_NAMES
 
 EXPLORERS = {"placement": widgets.PlacementExplorer, "spatial": widgets.SpatialExplorer}
 MOVES = [

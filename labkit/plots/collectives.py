@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -28,6 +29,7 @@ def values_by_rank(result: RunResult, titles: Mapping[str, str]) -> Sequence[Axe
     as ``{"before": …, "after": …}``. A number has the colour of the rank that held it first. All
     other numbers are sums: over all ranks if some rank holds the number in the end, else over some.
     """
+    # A report may hold tensors, of which dictionaries of colours need plain numbers.
     panels: list[list[Moments]] = []
     for name in titles:
         reports = [rank.reported[name].items() for rank in result.ranks]
@@ -65,17 +67,16 @@ def _draw_moments(ax: Axes, ranks: Sequence[Moments]) -> None:
 
 
 def _value_colours(ranks: Sequence[Moments]) -> dict[float, str]:
-    first, *_, last = ranks[0]
-    colours: dict[float, str] = {}
-    # A later colour replaces an earlier one: partial sums, then full sums, then first holders.
-    for moments in ranks:
-        for numbers in moments.values():
-            colours |= dict.fromkeys(numbers, PARTIAL_SUM_COLOUR)
-    for moments in ranks:
-        colours |= dict.fromkeys(moments[last], SUM_COLOUR)
+    sums: dict[float, str] = {}
+    finals: dict[float, str] = {}
+    owners: dict[float, str] = {}
     for rank, moments in enumerate(ranks):
-        colours |= dict.fromkeys(moments[first], style.rank_colour(rank))
-    return colours
+        first, *between, last = moments.values()
+        owners |= dict.fromkeys(first, style.rank_colour(rank))
+        sums |= dict.fromkeys(chain(*between), PARTIAL_SUM_COLOUR)
+        finals |= dict.fromkeys(last, SUM_COLOUR)
+    # A later colour replaces an earlier one.
+    return sums | finals | owners
 
 
 def all_reduce_rounds(result: RunResult, kind: str = "message") -> pandas.Series:
@@ -110,10 +111,12 @@ def all_reduce_time_by_size(result: RunResult, *, ax: Axes | None = None) -> Axe
     look: dict[str, Any] = {"color": style.GREY, "alpha": 0.4, "markersize": 4}
     ax.plot(rounds.index, rounds * 1e6, ".", label="each round", **look)
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
+    # With two logarithmic axes, the fitted line is a curve.
     between = numpy.geomspace(sizes[0], sizes[-1], 61)
     fitted = [line.seconds(size) * 1e6 for size in between]
     ax.plot(between, fitted, label=formula, **style.PREDICTION_STYLE)
     ax.axhline(alpha_us, **style.GUIDE_STYLE)
+    # Elsewhere, the mark would widen the axis.
     if sizes[0] < line.break_even_bytes < sizes[-1]:
         ax.axvline(line.break_even_bytes, **style.GUIDE_STYLE)
         text = f" α / β = {_size_text(line.break_even_bytes)}"

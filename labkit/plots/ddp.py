@@ -57,6 +57,7 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
         _draw_gradient_boxes(ax, row, bucket, size)
     labels = [f"bucket {bucket.index}\n{readable_bytes(bucket.bytes)}" for bucket in rows]
     ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
+    # The right part of the axes has a scale of its own.
     ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
     ax.spines["bottom"].set_bounds(0, longest / size)
     ax.set_xlabel(f"gradients that travel together, {unit}", x=BOXES_SHARE / 2)
@@ -77,14 +78,11 @@ def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> Non
         else:
             others.append(name)
         start += width
-    if not others:
-        return
-    text = ", ".join(others)
-    if len(others) < len(bucket.gradients):
-        text = f"also here: {text}"
+    text = "also here: " * (len(others) < len(bucket.gradients)) + ", ".join(others)
     if len(text) > MAX_LETTERS_BELOW:
         text = f"also here: {len(others)} gradients"
-    ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
+    if others:
+        ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
 
 
 def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
@@ -103,6 +101,7 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
         order.text(until, row - 0.2, text, ha="right", fontsize=7, color=colour)
     order.spines[["top", "right", "left"]].set_visible(False)
     order.tick_params(axis="y", length=0, labelleft=False)
+    # Lines of a program count from 1.
     order.set_xlim(1, order.get_xlim()[1])
     order.set_xlabel("line of the generated program")
     handles: list[Any] = [Patch(label="on its way", **BAR_STYLE)]
@@ -122,13 +121,14 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     """Return the buckets of rank 0's program with the names that the run recorded."""
     found = inductor.find_buckets(result.ranks[0].artifact("code"))
     records = result.frame.query("rank == 0 and kind == 'bucket'")
+    # Every step records its buckets.
     records = records.drop_duplicates(["index", "name"], keep="last")
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
     if coded != list(zip(records["index"], records["bytes"], strict=True)):
         raise ValueError(
-            f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, "
-            f"the run recorded {len(records)} of other sizes: its records of buckets must follow "
-            "the program's order"
+            f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, the run "
+            f"recorded {len(records)} of other sizes: "
+            "its records of buckets must follow the program's order"
         )
     names, named = iter(records["name"]), []
     for bucket in found:
@@ -149,6 +149,7 @@ def pass_time_by_bucket_size(
     """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
     ax = style.make_axes(ax)
     steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
+    # A disturbed step would flatten all bars: those above the top are counted instead.
     medians = [times.median() for times in steps.values()]
     predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
     top = 1.25 * max(*medians, *predicted.values())
@@ -184,30 +185,26 @@ def backward_timeline(
 ) -> Axes:
     """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
 
-    Args:
-        journeys_s: when each bucket leaves and arrives, as ``theory.ddp.bucket_transfer_times``
-            gives it.
-        backward_s: seconds of the arithmetic alone.
-        hidden: whether messages overlap the arithmetic, instead of interrupting it.
-        measured_s: seconds of the backward pass on real ranks, a third bar.
-        ax: where to draw.
+    ``journeys_s`` are when each bucket leaves and arrives, ``backward_s`` is the arithmetic alone.
+    ``hidden`` messages overlap it, others interrupt it; ``measured_s``, if any, is a third bar.
     """
     ax = style.make_axes(ax)
-    messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
-    pauses = [] if hidden else messages
-    done = 1e3 * backward_s + sum(arrives - leaves for leaves, arrives in pauses)
-    starts, stops = [0.0, *(end for _, end in pauses)], [*(start for start, _ in pauses), done]
-    # A message is exposed from its seam on.
-    seams = [min(arrives, done) if hidden else leaves for leaves, arrives in messages]
-    covered = [(leaves, seam) for (leaves, _), seam in zip(messages, seams, strict=True)]
-    exposed = [(max(each[0], seam), each[1]) for each, seam in zip(messages, seams, strict=True)]
-    end, measured_ms = max(done, *(arrives for _, arrives in messages)), 1e3 * measured_s
+    messages = 1e3 * numpy.array(journeys_s)  # [bucket, 2]: leaves, arrives
+    pauses = messages[:0] if hidden else messages
+    done = 1e3 * backward_s + (pauses[:, 1] - pauses[:, 0]).sum()
+    # Arithmetic fills the time between pauses.
+    work = numpy.concatenate([[0.0], pauses.ravel(), [done]]).reshape(-1, 2)
+    # A message is exposed from its seam on: from the end of the arithmetic, or at once.
+    leaves, arrives = messages.T
+    seams = numpy.minimum(arrives, done) if hidden else leaves
+    covered = numpy.column_stack([leaves, seams])
+    exposed = numpy.column_stack([numpy.maximum(leaves, seams), arrives])
+    end, measured_ms = max(done, arrives.max()), 1e3 * measured_s
     width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
-    work = list(zip(starts, stops, strict=True))
-    rows = ((work, -0.3), (covered, 0.7), (exposed, 0.7))
-    for (spans, top), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
+    rows = ((work, -0.3, 0.0), (covered, 0.7, width), (exposed, 0.7, width))
+    for (spans, top, edge), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
         lengths = [(start, stop - start) for start, stop in spans if stop > start]
-        look: dict[str, Any] = {"edgecolor": "white", "linewidth": width if top > 0 else 0.0}
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": edge}
         ax.broken_barh(lengths, (top, 0.6), facecolor=colour, **look)
     ax.axvline(end, **style.PREDICTION_STYLE)
     labels = ["computes", style.count_text(len(messages), "bucket")]
@@ -235,21 +232,19 @@ def backward_time_by_bucket_size(
     """
     ax = style.make_axes(ax)
     where, measured_ms = list(predicted_s).index(chosen), 1e3 * measured_s
-    ends = [1e3 * sum(seconds) for seconds in predicted_s.values()]
-    for row, ((work_s, exposed_s), end) in enumerate(zip(predicted_s.values(), ends, strict=True)):
-        parts = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
-        style.draw_stack(ax.barh, row, parts, MESSAGE_COLOURS, **style.FRAME_STYLE)
-        beside = max(end, 1.03 * measured_ms) if row == where else end
-        weight = "bold" if row == where else "normal"
-        text = f" {style.short_number_text(end)}"
-        ax.text(beside, row, text, va="center", fontsize=9, fontweight=weight)
+    rows = {}
+    for label, (work_s, exposed_s) in predicted_s.items():
+        rows[label] = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
+    ends = [sum(parts.values()) for parts in rows.values()]
+    texts = map(style.short_number_text, ends)
+    style.draw_rows(ax, rows, MESSAGE_COLOURS, texts, **style.FRAME_STYLE)
+    # Beyond the dot, which would hide the number.
+    ax.texts[where].set(x=max(ends[where], 1.03 * measured_ms), weight="bold")
+    ax.get_yticklabels()[where].set_fontweight("bold")
     if measured_s:
         ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
-    ax.set_yticks(range(len(ends)), list(predicted_s))
-    ax.get_yticklabels()[where].set_fontweight("bold")
     ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max(*ends, measured_ms)))
     title = "by size of bucket" + (", dot: measured" if measured_s else "")
     ax.set_title(title, fontsize=9, loc="left")
     ax.tick_params(axis="y", length=0)
-    ax.invert_yaxis()
     return ax

@@ -40,16 +40,15 @@ def encoding_colour(label: str) -> str:
 
 
 class TensorLife(NamedTuple):
-    """A tensor of one row of ``ROW_COLOURS`` that exists for a part of each gather.
-
-    It lives from the beginning of the moment ``start`` to the end of ``end``, in the memory of the
-    row ``shares`` ("" for its own). Its text is ``first`` in the first gather and ``again`` later.
-    """
+    """A tensor that exists for a part of each gather."""
 
     row: str
+    # The first and the last of ``GATHER_MOMENTS`` at which it exists.
     start: str
     end: str
+    # The row in whose memory it lies, "" for memory of its own.
     shares: str
+    # Its texts in the first gather and in later ones.
     first: str
     again: str
 
@@ -90,6 +89,7 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
         ax.text(offset + count / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
         ax.text(offset + count + 0.5, 2, "freed\nby FSDP", fontsize=8, **style.CENTRED)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
+    # The legend takes the place below.
     ax.xaxis.tick_top()
     ax.set(xlim=(0, len(moments)), ylim=(len(ROW_COLOURS) - 0.5, -0.55))
     ax.set(yticks=range(len(ROW_COLOURS)), yticklabels=ROW_COLOURS)
@@ -111,6 +111,7 @@ def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, tex
     style.add_box(ax, start, position - 0.4, end - start, 0.8, **look)
     said = ax.text((start + end) / 2, position, text, fontsize=8, **style.CENTRED)
     said.set_color(style.text_colour(look["facecolor"]))
+    # The hatches would cross the letters.
     if shares:
         said.set_bbox({"color": "white", "pad": 1.5})
 
@@ -119,6 +120,7 @@ def shard_padding(
     whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
 ) -> Sequence[Axes]:
     """Draw a matrix and what two ranks hold of it, then the padded matrix and what they send."""
+    # Equal shards need padding, which ranks send, too.
     padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
     axes = style.make_row(4, 10, 1.9)
     for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
@@ -149,17 +151,15 @@ def error_by_bytes(
     largest weight, or the RMS error over the weights' RMS.
     """
     if "fp32" not in results:
-        raise ValueError(
-            f"no run 'fp32' among {', '.join(results) or 'no runs'}: "
-            "add one, the bytes are parts of its"
-        )
+        known = ", ".join(results) or "no runs"
+        raise ValueError(f"no run 'fp32' among {known}: add one, the bytes are parts of its")
     ax = style.make_axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
     value, what = ERROR_KINDS[error]
     for label, result in results.items():
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
         ax.plot(sent, found, "o", color=encoding_colour(label), ms=8, clip_on=False, zorder=3)
-        # Below an error of 0 the label would lie on the axis.
+        # Below an error of 0, the label would lie on the axis.
         shift = (0, 20 if found == 0 else -20)
         style.add_note(ax, f"{label}\n{found:.2g}", (sent, found), shift, va="center")
         if bounds and label in bounds:
@@ -214,27 +214,25 @@ def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
     The results are runs of allgather_extensions; ``predicted`` are bytes held, by label.
     """
     axes = style.make_row(2, 9.5, 3.6)
-    colours = {
-        "in the hooks: encode and decode": style.GREY,
-        "the rest of the gather": style.COLLECTIVE_COLOURS["all_gather"],
-    }
+    coding, rest = "in the hooks: encode and decode", "the rest of the gather"
+    colours = {coding: style.GREY, rest: style.COLLECTIVE_COLOURS["all_gather"]}
     held_colours = {"measured": style.MEMORY_COLOURS["gathered parameters"]}
     for column, (label, result) in enumerate(results.items()):
-        took, coding = result.value("gather_ms"), result.value("hooks_ms")
-        parts = dict(zip(colours, (coding, took - coding), strict=True))
+        hooks_ms = result.value("hooks_ms")
+        parts = {coding: hooks_ms, rest: result.value("gather_ms") - hooks_ms}
         held = {"measured": result.value("held_bytes") / 1e6}
         style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
-        for ax, sizes, tints in zip(axes, (parts, held), (colours, held_colours), strict=True):
+        for ax, sizes, tints in ((axes[0], parts, colours), (axes[1], held, held_colours)):
             height = style.draw_stack(ax.bar, column, sizes, tints)
             style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
     handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
     style.add_legend_above(axes[0], 2, style.legend_patches(colours))
     style.add_legend_above(axes[1], 2, handles)
-    axes[0].set_ylabel("gathering all units once, ms")
-    axes[1].set_ylabel("held while they compute, MB")
-    for ax in axes:
+    labels = ("gathering all units once, ms", "held while they compute, MB")
+    for ax, ylabel in zip(axes, labels, strict=True):
         style.make_axes(ax).set_xticks(range(len(results)), list(results), fontsize=9)
         ax.margins(y=0.12)
+        ax.set_ylabel(ylabel)
     style.add_stamp(axes[0], results.values())
     return axes
 
@@ -249,13 +247,13 @@ def gather_time_by_bandwidth(
 ) -> Axes:
     """Draw the predicted time of gathers by bandwidth, one line per encoding.
 
-    ``seconds`` are, by encoding, the bytes that a rank sends, and seconds to encode and decode;
-    ``machines`` bandwidths to mark, in bytes per second; ``measured``, by encoding, a bandwidth and
-    the seconds that ``results`` measured there.
+    ``seconds`` are, by encoding, the bytes that a rank sends and the seconds to encode and decode.
+    ``machines`` are bandwidths to mark, in bytes per second. ``measured`` are, by encoding, a
+    bandwidth and the seconds that ``results`` measured there.
     """
     ax = style.make_axes(ax, 5.2, 3.6)
-    low, high = min(machines.values()) / 10, max(machines.values()) * 10
-    bandwidths = numpy.geomspace(low, high, 60)
+    # A decade beyond the slowest and the fastest machine, to show where lines cross.
+    bandwidths = numpy.geomspace(min(machines.values()) / 10, max(machines.values()) * 10, 60)
     for name, (sent, coding) in seconds.items():
         colour, times_ms = encoding_colour(name), 1e3 * (sent / bandwidths + coding)
         look = style.PREDICTION_STYLE | {"color": colour}

@@ -1,23 +1,28 @@
-"""A table of predicted beside measured, and figures of latency, memory and loss."""
+"""A table of predicted beside measured, and figures of times and of values by training step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas
 from matplotlib.axes import Axes
 
 from labkit.plots import style
-from labkit.plots.style import Numbers, Runs, Stacks
+from labkit.plots.style import Numbers, Runs
 from labkit.runs.result import RunResult
-from labkit.theory.sizes import byte_unit
 
 # Markers show each step where lines coincide, and would hide a longer line.
 MAX_STEPS_WITH_MARKERS = 30
-BYTE_UNITS = {"MB": 1e6, "GB": 1e9}
-# White behind numbers keeps them legible where a line crosses them.
-WHITE_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 # The logarithmic axis has no place for 0.
 SMALLEST_DIFFERENCE = 1e-9
+# Without dashes, which are reserved for predictions.
+LINES = (
+    (style.BLUE, "-"),
+    (style.VERMILION, "-"),
+    (style.GREEN, "-."),
+    (style.PURPLE, ":"),
+    (style.ORANGE, "-"),
+    ("black", ":"),
+)
 
 
 def comparison_table(
@@ -52,23 +57,8 @@ def comparison_table(
         if yours is None:
             rows[name] = _ratio_row(expected, value, tolerance)
         else:
-            said = {"yours": yours.get(name), "theory": expected}
-            rows[name] = _text_row(said, column, value, tolerance)
-    table = pandas.DataFrame.from_dict(rows, orient="index")
-    return table if predicted is not None else table.drop(columns=["theory", "theory is"])
-
-
-def text_comparison_table(
-    predicted: Numbers, result: RunResult | None, tolerances: Numbers
-) -> pandas.DataFrame:
-    """Return predicted beside measured as text, one row per value; – where nothing was measured.
-
-    ``tolerances`` are fractions by name; values without one must be equal.
-    """
-    rows = {}
-    for name, expected in predicted.items():
-        measured, tolerance = result.value(name) if result else None, tolerances.get(name, 0.0)
-        rows[name] = _text_row({"theory": expected}, "measured", measured, tolerance)
+            said = {"yours": yours.get(name)} | ({} if predicted is None else {"theory": expected})
+            rows[name] = comparison_row(said, column, value, tolerance)
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
@@ -82,11 +72,11 @@ def relative_error_text(
         return "right"
     if measured and abs(predicted / measured - 1) <= tolerance:
         return f"within {tolerance:.0%}"
-    if not predicted or not measured or (predicted < 0) != (measured < 0):
+    # There is no factor from or to 0, nor from one sign to the other.
+    if predicted * measured <= 0:
         return "too large" if predicted > measured else "too small"
-    if abs(predicted) > abs(measured):
-        return f"{predicted / measured:.3g} × too large"
-    return f"{measured / predicted:.3g} × too small"
+    factor = predicted / measured
+    return f"{factor:.3g} × too large" if factor > 1 else f"{1 / factor:.3g} × too small"
 
 
 def _ratio_row(expected: float, measured: float, tolerance: float) -> dict[str, Any]:
@@ -97,14 +87,13 @@ def _ratio_row(expected: float, measured: float, tolerance: float) -> dict[str, 
     return numbers | {"verdict": verdict}
 
 
-def _text_row(
+def comparison_row(
     said: dict[str, float | None], column: str, measured: float | None, tolerance: float
 ) -> dict[str, str]:
-    """Return predictions, what was measured, and how far off each prediction is, as text."""
+    """Return as text predictions by source, the measured value, and how far off each source is."""
     row = {name: _number_text(value) for name, value in (said | {column: measured}).items()}
-    for name, value in said.items():
-        row[f"{name} is"] = relative_error_text(value, measured, tolerance)
-    return row
+    errors = {name: relative_error_text(said[name], measured, tolerance) for name in said}
+    return row | {f"{name} is": text for name, text in errors.items()}
 
 
 def _number_text(value: float | None) -> str:
@@ -127,95 +116,17 @@ def latency_bars(results: Runs, *, ax: Axes | None = None) -> Axes:
     return style.add_stamp(ax, results.values())
 
 
-def memory_by_category(
-    results: Runs, *, predicted: Numbers | None = None, ax: Axes | None = None
-) -> Axes:
-    """Draw the peak memory of the fullest rank by category, in MB, one bar per run.
-
-    ``predicted`` are bytes of activations, by label, drawn as dashed lines.
-    """
-    ax = memory_comparison({}, results, ax=style.make_axes(ax, height=4.0))
-    for column, (label, result) in enumerate(results.items()):
-        size = peak_bytes_by_category(result)["activations"] / 1e6
-        ax.text(column, size / 2, f"{size:.3g}", fontsize=8, color="white", **style.CENTRED)
-        if predicted and label in predicted:
-            style.mark_prediction(ax, column, 0.3, predicted[label] / 1e6)
-    # A figure has one legend, so the line of theory joins that of the categories.
-    legend: Any = ax.get_legend()
-    handles = list(legend.legend_handles)
-    if predicted:
-        handles.append(style.prediction_handle("activations, predicted"))
-    style.add_legend_above(ax, 3, handles)
-    ax.set_xlim(-0.6, len(results) - 0.4)
-    return ax
-
-
-def memory_comparison(
-    predicted: Stacks,
-    measured: Runs | None = None,
-    *,
-    bound: float | None = None,
-    unit: str = "MB",
-    ax: Axes | None = None,
-    ylabel: str = "peak memory of a rank",
-) -> Axes:
-    """Draw stacked bars of memory by category, predicted beside the peaks of measured runs.
-
-    Predicted are bytes such as ``theory.fsdp.fsdp_step_peak`` gives them. ``bound``, in bytes, is a
-    dotted line; ``unit`` is MB or GB, and ``ylabel`` comes before it.
-    """
-    measured, size = measured or {}, BYTE_UNITS[unit]
-    ax = style.make_axes(ax, width=8.0, height=4.2)
-    bars = {label: sum_by_category(sizes) for label, sizes in predicted.items()}
-    peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
-    style.draw_bar_stacks(ax, bars, peaks, style.MEMORY_COLOURS, size, columns=4)
-    if bound is not None:
-        for text in ax.texts:
-            text.set_bbox(WHITE_BOX)
-        style.draw_limit(ax, "bound", bound / size, unit)
-    ax.set_ylabel(f"{ylabel}, {unit}")
-    ax.margins(y=0.06)
-    return style.add_stamp(ax, measured.values())
-
-
-def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
-    """Return the bytes of a run's peak by the categories of ``style.MEMORY_CATEGORIES``."""
-    peaks = {name: result.value(name) for name in result.summary() if name.startswith("peak_")}
-    return sum_by_category({name[len("peak_") : -len("_bytes")]: peaks[name] for name in peaks})
-
-
-def sum_by_category(sizes: Numbers) -> dict[str, float]:
-    """Sum bytes by recorded category to those of ``style.MEMORY_CATEGORIES``."""
-    categories = style.MEMORY_CATEGORIES.items()
-    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in categories}
-
-
-def byte_bars(
-    predicted: Stacks,
-    measured: Stacks,
-    colours: Mapping[str, str],
-    *,
-    ylabel: str,
-    budget: float | None = None,
-    ax: Axes | None = None,
-    **look: Any,
-) -> Axes:
-    """Draw bytes by label and part, predicted beside measured; ``budget`` is a dotted line.
-
-    ``look`` are ``legend`` and ``columns`` of ``style.draw_bar_stacks``.
-    """
-    ax = style.make_axes(ax, 3, 3)
-    found = [sum(parts.values()) for parts in (*predicted.values(), *measured.values())]
-    most = max([*found, budget or 0]) or 1
-    unit, size = byte_unit(most)
-    style.draw_bar_stacks(ax, predicted, measured, colours, size, **{"columns": 1, **look})
-    columns = len(predicted.keys() | measured.keys())
-    ax.set(xlim=(-0.5, max(columns, 2) - 0.5), ylim=(0, 1.12 * most / size))
-    ax.set_ylabel(f"{ylabel}, {unit}")
-    ax.locator_params(axis="y", nbins=4)
-    if budget is not None:
-        style.draw_limit(ax, "budget", budget / size, unit)
-    return ax
+def debug_costs(step_ms: Numbers, result: RunResult, *, ax: Axes | None = None) -> Axes:
+    """Draw the time of a step with each debugging aid; the first bar is the step without any."""
+    ax = style.make_axes(ax, height=1.0 + 0.45 * len(step_ms))
+    (first, plain), *others = step_ms.items()
+    # Two parts, of which each row has one, give the first bar its own colour.
+    rows = {first: {"plain": plain}} | {label: {"aid": took} for label, took in others}
+    texts = [f"{plain:.2g} ms", *(f"{took:.2g} ms, {took / plain:.2g} ×" for _, took in others)]
+    style.draw_rows(ax, rows, {"plain": style.GREY, "aid": style.BLUE}, texts)
+    ax.set(xlim=(0, max(step_ms.values()) * 1.4))
+    ax.set_xlabel("time of one step, ms (fastest round of the slowest rank)")
+    return style.add_stamp(ax, [result])
 
 
 def loss_curves(results: Runs, *, chance: float | None = None, ax: Axes | None = None) -> Axes:
@@ -226,6 +137,7 @@ def loss_curves(results: Runs, *, chance: float | None = None, ax: Axes | None =
     """
     ax = style.make_axes(ax)
     for index, (label, result) in enumerate(results.items()):
+        # Losses of correct runs coincide: a line must show those that it lies on.
         line = ("-", "--", ":", "-.")[index % 4]
         _draw_curve(ax, index, label, result.losses, linestyle=line, lw=2)
     if chance is not None:
@@ -252,7 +164,28 @@ def loss_difference_curves(
 
 
 def _draw_curve(ax: Axes, index: int, label: str, values: pandas.Series, **look: Any) -> None:
+    # Open markers that become smaller stay visible on top of each other.
     turn = index % 4
     if len(values) <= MAX_STEPS_WITH_MARKERS:
         look |= {"marker": "osD^"[turn], "markersize": 10 - 2 * turn, "fillstyle": "none"}
     ax.plot(values.index, values, label=label, color=style.rank_colour(index), **look)
+
+
+def values_by_step(
+    curves: Mapping[str, Sequence[float]],
+    result: RunResult,
+    *,
+    ylabel: str,
+    log: bool = False,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw values by training step, one line per label; a logarithmic axis leaves out zeros."""
+    ax = style.make_axes(ax)
+    for index, (label, values) in enumerate(curves.items()):
+        shown = [value if value > 0 or not log else float("nan") for value in values]
+        colour, line = LINES[index % len(LINES)]
+        label += "" if any(values) else " (0 everywhere)"
+        ax.plot(range(1, len(shown) + 1), shown, label=label, color=colour, ls=line, lw=1.8)
+    ax.set(xlabel="training step", ylabel=ylabel, yscale="log" if log else "linear")
+    ax.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return style.add_stamp(ax, [result])

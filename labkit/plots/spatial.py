@@ -16,9 +16,9 @@ from labkit.theory.spatial import ConvNeXtStage
 FRAME_GAP = 0.8
 BLOCK_LAYERS = ("norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale", "+ x")
 NEED_COLOURS = {
-    "needs what the rank holds": style.SKY,
-    "needs the neighbours' columns": style.ORANGE,
-    "needs a sum over all ranks": style.PURPLE,
+    "needs what the rank holds": style.mix_with_white(style.SKY, 0.55),
+    "needs the neighbours' columns": style.mix_with_white(style.ORANGE, 0.55),
+    "needs a sum over all ranks": style.mix_with_white(style.PURPLE, 0.55),
 }
 # For a picture of height 1: its width, and where the ranks' pieces begin.
 PICTURE_WIDTH, PIECES_LEFT = 0.86, 1.0
@@ -36,8 +36,7 @@ def convnext_diagram(
     Colours say what an operation needs once the images are cut. ``stages`` are of whole images.
     """
     ax = style.make_axes(ax, 10, 4.2)
-    tints = {need: style.mix_with_white(colour, 0.55) for need, colour in NEED_COLOURS.items()}
-    own, neighbours, everyone = tints.values()
+    own, neighbours, everyone = NEED_COLOURS.values()
     boxes: list[tuple[str, Any]] = [(f"image\n3 × {height} × {width}", "white")]
     step = 10 / (2 * len(stages) + 3)
     for index, stage in enumerate(stages):
@@ -49,18 +48,17 @@ def convnext_diagram(
         ax.plot([left, right], [2.95, 2.95], color=style.GREY, lw=1)
         text = f"stage {index}: C = {stage.channels}"
         ax.text((left + right) / 2, 3.0, text, fontsize=9, **style.ON_TOP)
-    boxes += [
-        (f"mean over H, W\n{stages[-1].channels}", everyone),
-        ("head: linear\n10 logits", own),
-    ]
+    boxes.append((f"mean over H, W\n{stages[-1].channels}", everyone))
+    boxes.append(("head: linear\n10 logits", own))
     _draw_row(ax, boxes, top=2.0, height=0.8)
-    block: list[tuple[str, Any]] = [("x", "white"), ("7 × 7\ndepthwise", neighbours)]
-    _draw_row(ax, block + [(name, own) for name in BLOCK_LAYERS], top=0.35, height=0.75)
+    layers = [(name, own) for name in BLOCK_LAYERS]
+    block = [("x", "white"), ("7 × 7\ndepthwise", neighbours), *layers]
+    _draw_row(ax, block, top=0.35, height=0.75)
     ax.text(0, 1.25, "one block, C channels in and out:", fontsize=10, va="bottom")
     look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 10, "color": style.GREY}
     skip = FancyArrowPatch((0.5, 0.33), (9.4, 0.33), connectionstyle="arc3,rad=0.06", **look)
     ax.add_patch(skip)
-    style.add_legend_above(ax, 3, style.legend_patches(tints))
+    style.add_legend_above(ax, 3, style.legend_patches(NEED_COLOURS))
     ax.set(xlim=(-0.05, 10), ylim=(-0.15, 3.3))
     ax.set_axis_off()
     return ax
@@ -68,6 +66,7 @@ def convnext_diagram(
 
 def _draw_row(ax: Axes, boxes: Sequence[tuple[str, Any]], top: float, height: float) -> None:
     """Draw boxes with text from left to right, joined by arrows."""
+    # All rows are 10 wide, whatever the number of boxes.
     step, middle = 10 / len(boxes), top + height / 2
     for index, (text, face) in enumerate(boxes):
         left, width = index * step, step - 0.18
@@ -86,7 +85,9 @@ def halo_diagram(
     is [height, width, 3]; a neighbour sends ``halo`` columns.
     """
     height, width = picture.shape[:2]
-    strip, gap, below = width / ranks, max(2.0, width / 60), 1.26 * height
+    strip, gap = width / ranks, max(2.0, width / 60)
+    # The rank's own columns are drawn below the picture, with room for the arrows.
+    below = 1.26 * height
     ax = style.make_axes(ax, 4.8, 4.8 * 2.3 * height / width)
     ax.imshow(picture, extent=(0, width, height, 0), zorder=0)
     ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
@@ -99,15 +100,16 @@ def halo_diagram(
     ax.imshow(picture[:, start:stop], extent=(start, stop, below + height, below), zorder=0)
     look: dict[str, Any] = {"edgecolor": style.rank_colour(rank), "lw": 1.5}
     _draw_frame(ax, (start, below, stop - start, height), **look)
-    for source in (rank - 1, rank + 1):
+    sides = (
+        (rank - 1, rank * strip - halo, -gap, "right"),
+        (rank + 1, (rank + 1) * strip, gap, "left"),
+    )
+    for source, origin, shift, align in sides:
+        # The first and the last rank have one neighbour.
         if not 0 <= source < ranks:
             continue
-        if source < rank:
-            origin = rank * strip - halo
-            to, side, align = origin - gap, origin - 2 * gap, "right"
-        else:
-            origin = (rank + 1) * strip
-            to, side, align = origin + gap, origin + halo + 2 * gap, "left"
+        to = origin + shift
+        side = to + shift + (halo if shift > 0 else 0)
         columns = picture[:, round(origin) : round(origin) + halo]
         ax.imshow(columns, extent=(to, to + halo, below + height, below), zorder=0)
         look = {"edgecolor": style.rank_colour(source), "lw": 2.5}
@@ -141,6 +143,7 @@ def shard_panels(
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
         axes = list(panels.flat)[: len(tensors) + 1]
     rows, columns = whole.shape
+    # The ranks form a square, in whose middle the whole matrix is drawn.
     across, down = columns + FRAME_GAP, rows + FRAME_GAP
     for ax, name in zip(axes, ("the matrix", *tensors), strict=True):
         limits = {"xlim": (-0.1, columns + across + 0.1), "ylim": (rows + down + 0.1, -0.75)}
@@ -165,6 +168,7 @@ def shard_panels(
 
 def _find_part(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
     """Return the row and column at which a part begins, (0, 0) for a summand of the whole."""
+    # Every part of the whole that has the local shape: [row, column, *local].
     windows = numpy.lib.stride_tricks.sliding_window_view(whole, local.shape)
     places = numpy.argwhere((windows == local).all(axis=(2, 3)))
     row, column = places[0] if len(places) else (0, 0)
@@ -194,7 +198,7 @@ def placement_picture(
     _draw_owners(ax, picture, pieces)
     ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
     ax.text(PIECES_LEFT, -0.04, f"rows × columns, {source}", va="bottom", fontsize=10)
-    # The height of a piece with which all rows and columns of the mesh fit.
+    # The height of a piece with which all rows and columns of the mesh fit, labels included.
     scale = min(1.02 / (1.12 * PICTURE_WIDTH * columns), 1 / (1.5 * -(-len(pieces) // columns)))
     for index, piece in pieces.items():
         left = PIECES_LEFT + index % columns * 1.12 * PICTURE_WIDTH * scale
@@ -289,13 +293,13 @@ def strip_layout(
         ax.text(0, top - 0.01, text, va="bottom", fontsize=9)
         ax.imshow(picture, extent=(0, 1, top + height, top))
         for place in range(space):
-            rank, first, last = row * space + place, place / space, (place + 1) / space - halo
+            rank = row * space + place
+            colour, first, last = style.rank_colour(rank), place / space, (place + 1) / space - halo
             box = _strip_box(first, 1 / space, top, height, tensor_dim)
-            _draw_frame(ax, box, edgecolor=style.rank_colour(rank), lw=2)
+            _draw_frame(ax, box, edgecolor=colour, lw=2)
             # The first and the last strip have one neighbour.
             for start in [first] * (place > 0) + [last] * (place < space - 1):
                 edge = _strip_box(start, halo, top, height, tensor_dim)
-                colour = style.rank_colour(rank)
                 style.add_box(ax, *edge, facecolor=colour, alpha=0.6, edgecolor="none")
             _label_box(ax, box, f"rank {rank}", 9)
     ax.set(xlim=(-0.01, 1.01), ylim=(data * pitch - 0.1, -0.08), aspect="equal")

@@ -64,6 +64,7 @@ def mix_with_white(colour: str, strength: float = 0.35) -> tuple[float, ...]:
 def text_colour(background: Any) -> str:
     """Return the colour of text that can be read on ``background``."""
     red, green, blue = to_rgb(background)
+    # The weights of the channels are those of perceived brightness (ITU-R BT.601).
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
 
 
@@ -199,6 +200,7 @@ def draw_bar_stacks(
     Beside measured bars, predicted ones are pale in a dashed frame. ``size`` is the unit of the
     axis. The legend has this many ``columns``, and by default the parts in use.
     """
+    # In the order of their first mention.
     labels = list(dict.fromkeys([*predicted, *measured]))
     solid: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
     pale = {name: (colour, 0.45) for name, colour in colours.items()}

@@ -1,4 +1,4 @@
-"""Figures of one step, profiled or simulated: computation, communication, and what was exposed."""
+"""Figures of time: when each rank computed, communicated and waited, profiled or simulated."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +30,7 @@ def timeline(
     """
     bars = result.frame[result.frame["kind"] == "bar"]
     bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
+    # Slots and names are given in the order of time.
     bars = bars.sort_values("start", kind="stable")
     shown = result.active_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
@@ -62,6 +63,7 @@ def timeline(
     ax.set(yticks=list(labels), yticklabels=list(labels.values()))
     ax.set_xlabel("time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
+    # From the top down: rank 0 comes first.
     ax.set_ylim(RANK_PITCH * len(shown) - 0.45, -0.6)
     _, exposed_ms, step_ms = _communication_ms(result, shown)
     phases = set(bars["phase"])
@@ -89,6 +91,38 @@ def communication_exposure(results: Runs, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="communication in one step, ms (mean of the ranks)", xlim=(0, longest * 1.75))
     style.add_legend_above(ax, 2, style.legend_patches(colours))
     return style.add_stamp(ax, results.values())
+
+
+def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None) -> Axes:
+    """Draw when each rank computed and when it waited in a collective.
+
+    Its ranks reported ``steps``: for each step when it began, when the rank had computed, and when
+    the collective was done, in seconds since a common start. ``predicted_ms`` is the predicted end
+    of the last step.
+    """
+    ax = style.make_axes(ax, height=1.2 + 0.4 * result.world_size)
+    colours = {"computes": style.BLUE, "waits in the all-reduce": style.EXPOSURE_COLOUR}
+    last_ms = predicted_ms
+    for rank in result.ranks:
+        steps = [[1e3 * second for second in step] for step in rank.reported["steps"]]
+        computes = [(begun, ready - begun) for begun, ready, _ in steps]
+        waits = [(ready, done - ready) for _, ready, done in steps]
+        for spans, colour in zip((computes, waits), colours.values(), strict=True):
+            ax.broken_barh(spans, (rank.rank - 0.35, 0.7), facecolors=colour)
+        waited, computed = (sum(length for _, length in spans) for spans in (waits, computes))
+        end = steps[-1][-1]
+        text = f"  waited {waited / (waited + computed):.0%}"
+        ax.text(end, rank.rank, text, va="center", fontsize=9)
+        last_ms = max(last_ms, end)
+    ax.axvline(predicted_ms, **style.PREDICTION_STYLE)
+    # The texts need room to the right of the bars.
+    ax.set(xlabel="time since the first step, ms", xlim=(0, 1.22 * last_ms))
+    ax.set_yticks(range(result.world_size), [f"rank {rank.rank}" for rank in result.ranks])
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    handles = [*style.legend_patches(colours), style.prediction_handle("predicted end")]
+    style.add_legend_above(ax, 3, handles, middle=0.6)
+    return style.add_stamp(ax, [result])
 
 
 def _communication_ms(result: RunResult, ranks: Sequence[int]) -> list[float]:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.plots.style import Numbers, Stacks
 from labkit.runs.result import RunResult
 
@@ -32,6 +32,7 @@ def pair_diagram(x: Matrix, first: Matrix, second: Matrix, *, ax: Axes | None = 
     """
     share = len(first) // 2
     ax = style.make_axes(ax, 10, 4.1)
+    # The sum of the ranks' parts, as the all-reduce makes it.
     tokens, whole = numpy.array(x), numpy.zeros((len(x), len(second)))
     for rank in range(2):
         start, stop = rank * share, (rank + 1) * share
@@ -158,8 +159,10 @@ def step_time_by_tp(
     """
     axes: list[Any] = style.make_row(1 + len(seconds), 3.6 * (1 + len(seconds)), 3.7)
     traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
+    # One legend of the figure serves all panels.
     axes[0].get_legend().remove()
     axes[0].set_title("bytes", fontsize=10)
+    # One scale, so that the panels can be compared.
     highest = max(sum(parts.values()) for each in seconds.values() for parts in each.values()) * 1e3
     for ax, (title, bars) in zip(axes[1:], seconds.items(), strict=True):
         style.draw_bar_stacks(style.make_axes(ax), bars, {}, TIME_COLOURS, 1e-3)
@@ -185,6 +188,7 @@ def step_time_by_split(
     """
     ax = style.make_axes(ax)
     totals_s = {tp: sum(parts.values()) for tp, parts in seconds.items()}
+    # A tie goes to the smaller size of tp.
     best, highest_s = min(totals_s, key=totals_s.__getitem__), max(*totals_s.values(), measured_s)
     (unit, size), legend = style.time_unit(highest_s), TIME_LABELS
     for column, (tp, parts) in enumerate(seconds.items()):

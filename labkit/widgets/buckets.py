@@ -51,6 +51,7 @@ class BucketExplorer(Explorer):
         return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
+        # As soon as a run has measured costs, they replace the chosen ones.
         drawn, measured_s, source = chosen, 0.0, "costs as chosen"
         if result is not None:
             drawn = chosen | _costs_from_run(result)
@@ -103,6 +104,7 @@ def _backward_end_s(**drawn: Any) -> float:
 
 def _costs_from_run(result: RunResult) -> dict[str, float]:
     """Return the costs that a run measured, by the names of the controls."""
+    # The run sends the same bytes in one message and in 64.
     pieces_s = {count: [result.value(f"pieces_{count}_ms") / 1e3] for count in (1, 64)}
     network = theory.fit_from_message_counts(pieces_s, int(result.value("all_reduce_bytes")))
     return {

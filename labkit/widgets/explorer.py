@@ -1,10 +1,9 @@
 """What all explorers share: controls, theory's figure, and a button that measures on real ranks.
 
 An explorer says what theory predicts for the chosen values, how to draw that, and which run
-measures it. This module redraws whenever a control changes and runs in a thread, so that the
-controls and *cancel* still respond. Controls are native buttons and selections, with labels for
-screen readers, and work by keyboard. Without a front end that shows widgets (papermill, nbconvert,
-nbval) an explorer is the figure of its defaults.
+measures it. Controls are native buttons and selections, with labels for screen readers, and work by
+keyboard. Without a front end that shows widgets (papermill, nbconvert, nbval) an explorer is the
+figure of its defaults.
 """
 
 import base64
@@ -19,6 +18,7 @@ from html import escape
 from typing import Any, ClassVar
 
 import numpy
+import pandas
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -26,7 +26,7 @@ from PIL import Image
 from labkit.environment import ENV_WIDGETS, read_choice
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
-from labkit.plots.runs import text_comparison_table
+from labkit.plots.runs import comparison_row
 from labkit.runs.result import RunResult
 
 # Set in the kernels of a Jupyter server's session, of VS Code, and of Colab.
@@ -58,7 +58,7 @@ class Control:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Return the values with their words."""
+        """The values with their words."""
         if isinstance(self.values, Mapping):
             return list(self.values.items())
         return [(f"{each:,}" if isinstance(each, int) else str(each), each) for each in self.values]
@@ -85,8 +85,7 @@ class Explorer(ABC):
     def predict(self, **chosen: Any) -> dict[str, float]:
         """Return what theory predicts, by the names that ``result.value`` takes.
 
-        Raises:
-            ValueError: the values do not go together; the message says what to change.
+        Raise a ValueError that says what to change if the values do not go together.
         """
 
     @abstractmethod
@@ -171,18 +170,17 @@ class _Panel(Display):
             self._knobs[name] = knob = _control_widget(control, explorer.chosen[name])
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
-        tips = {
-            "run it": "measure this on real ranks of this machine",
-            "cancel": "end the run and all its processes",
-            "reset": "back to the values at the start",
-        }
-        buttons = [ipywidgets.Button(description=text, tooltip=tip) for text, tip in tips.items()]
+        buttons = []
+        for text, tip, act in (
+            ("run it", "measure this on real ranks of this machine", self.start_run),
+            ("cancel", "end the run and all its processes", self.cancel),
+            ("reset", "back to the values at the start", self._restore_defaults),
+        ):
+            buttons.append(ipywidgets.Button(description=text, tooltip=tip))
+            buttons[-1].on_click(act)
         self._run, self._cancel, self._reset = buttons
         self._cancel.disabled = True
-        self._run.on_click(lambda _: self.start_run())
-        self._cancel.on_click(lambda _: self.cancel())
-        self._reset.on_click(lambda _: self._restore_defaults())
-        look = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
+        look = {"flex_flow": "row wrap", "align_items": "center"}
         title = ipywidgets.HTML(f"<strong>{escape(explorer.title)}</strong>")
         knobs = ipywidgets.Box(list(self._knobs.values()), layout=look)
         row = ipywidgets.Box(buttons, layout=look)
@@ -202,10 +200,7 @@ class _Panel(Display):
             return
         running, refusal = not self._cancel.disabled, explorer.refusal_reason(**explorer.chosen)
         self._run.disabled = running or bool(refusal)
-        rows = text_comparison_table(explorer.prediction, explorer.result, explorer.tolerances)
-        cell = 'style="text-align: right; padding: 1px 12px"'
-        table = rows.to_html(border=0)
-        self._table.value = table.replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+        self._table.value = self._table_html()
         data = base64.b64encode(png).decode()
         self._picture.value = (
             f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" '
@@ -214,7 +209,18 @@ class _Panel(Display):
         if not running:
             self._show_text(refusal)
 
-    def start_run(self) -> None:
+    def _table_html(self) -> str:
+        explorer, rows = self._explorer, {}
+        for name, expected in explorer.prediction.items():
+            measured = explorer.result.value(name) if explorer.result else None
+            tolerance = explorer.tolerances.get(name, 0.0)
+            rows[name] = comparison_row({"theory": expected}, "measured", measured, tolerance)
+        table = pandas.DataFrame.from_dict(rows, orient="index").to_html(border=0)
+        # JupyterLab and VS Code style the tables of outputs, but not those of widgets.
+        cell = 'style="text-align: right; padding: 1px 12px"'
+        return table.replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+
+    def start_run(self, _: Any = None) -> None:
         """Run in a thread, so that the controls and *cancel* still respond."""
         self._run.disabled, self._cancel.disabled = True, False
         # A cancellation may have come too late for the previous run.
@@ -222,7 +228,8 @@ class _Panel(Display):
         self.show_wait_reason("starts")
         threading.Thread(target=self._run_in_thread, daemon=True).start()
 
-    def cancel(self) -> None:
+    def cancel(self, _: Any = None) -> None:
+        # The thread of the run sees this at its next update.
         self._cancelled = True
 
     def _run_in_thread(self) -> None:
@@ -253,18 +260,18 @@ class _Panel(Display):
     def _show_text(self, text: str, bar: str = "") -> None:
         self._line.value = f'<div role="status">{bar}{escape(text)}</div>'
 
-    def _on_control_change(self, _: Any) -> None:
+    def _on_control_change(self, _: Any = None) -> None:
         if not self._hold:
             self._explorer.chosen = {name: knob.value for name, knob in self._knobs.items()}
             self.redraw()
 
-    def _restore_defaults(self) -> None:
+    def _restore_defaults(self, _: Any) -> None:
         # One redraw for all controls, instead of one for each.
         self._hold = True
         for name, control in self._explorer.controls.items():
             self._knobs[name].value = control.default
         self._hold = False
-        self._on_control_change(None)
+        self._on_control_change()
 
 
 def _control_widget(control: Control, value: Any) -> Any:

@@ -14,7 +14,7 @@ from labkit import tensors
 from labkit.models.tile_network import tile_network_weights
 from labkit.plots import extensions as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
@@ -66,6 +66,7 @@ class GatherExplorer(Explorer):
         whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=reshard)
         sent = predicted["all_gather_bytes"]
         once = sum(theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes)
+        # FSDP gathers a second time, for the backward pass, what it has resharded.
         of_scales = (1 + reshard) * once
         numbers = {"numbers": sent - of_scales, "scales": of_scales}
         bars = {"fp32": {"numbers": whole}, extension: numbers}
@@ -85,8 +86,7 @@ class GatherExplorer(Explorer):
         )
 
     def launch(self, **chosen: Any) -> RunResult:
-        how: dict[str, Any] = {"scales": _scale_sharing(**chosen)}
-        how["extension"] = chosen["extension"]
+        how: dict[str, Any] = {"scales": _scale_sharing(**chosen), "extension": chosen["extension"]}
         how |= {"dim": chosen["dim"], "reshard_after_forward": chosen["reshard"]}
         # Without updates, the run gathers the weights whose errors are predicted.
         how |= {"learning_rate": 0.0, "batch": 8, "steps": 1}

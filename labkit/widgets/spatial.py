@@ -1,24 +1,29 @@
-"""Explorer of lab 1: what cutting a ConvNeXt's images saves in memory and costs in messages."""
+"""Explorers of lab 1: which rank holds which piece of a photo; what cutting a ConvNeXt costs."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy
 from matplotlib.figure import Figure
 
 import labkit
 from labkit.models import photo
 from labkit.plots import spatial as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
+from labkit.plots.memory import byte_bars
 from labkit.runs.result import RunResult
+from labkit.theory import placements
 from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
+# What a run reports of each rank's piece.
+PIECE_SIZES = ("rows", "columns", "bytes")
+PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 # The height of the images, in pixels.
 HEIGHT = 64
 DEPTHS = (1, 1)  # blocks in each stage
-# A 7 × 7 convolution needs this many columns of each neighbour.
-HALO = 3
 # Left, bottom, width and height of each panel, as fractions of the figure.
 PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
 MESHES = {"1 × 1": (1, 1), "1 × 2": (1, 2), "1 × 4": (1, 4), "2 × 1": (2, 1), "2 × 2": (2, 2)}
@@ -28,6 +33,77 @@ BYTE_COLOURS = {
     "halos": style.ORANGE,
     "sums": style.PURPLE,
 }
+
+
+class PlacementExplorer(Explorer):
+    """A photo as a DTensor of float32 values, [rows, columns, 3]."""
+
+    title = "Which rank holds which piece?"
+    controls: ClassVar = {
+        "every": Control("photo, rows × columns", {"300 × 256": 2, "30 × 26": 20, "6 × 6": 100}, 2),
+        "mesh": Control("mesh, ranks", {"2": (2,), "4": (4,), "2 × 2": (2, 2)}, (2, 2)),
+        "first": Control("placement on axis 0", PLACEMENT_NAMES, "Shard(0)"),
+        "second": Control("on axis 1 (of 2 × 2)", PLACEMENT_NAMES, "Shard(1)"),
+        "rank": Control("look at rank", (0, 1, 2, 3), 1, only_drawn=True),
+    }
+    formulas = (placements.local_piece, placements.full_tensor_collectives)
+
+    def predict(self, **chosen: Any) -> dict[str, float]:
+        shape, rank = _photo_sample(chosen["every"]).shape, chosen["rank"]
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
+        rows, columns, colours = placements.local_piece(shape, mesh, names, rank).shape
+        sizes = (rows, columns, 4 * rows * columns * colours)
+        held: dict[str, float] = {}
+        for name, size in zip(PIECE_SIZES, sizes, strict=True):
+            held[f"rank {rank} {name}"] = size
+        # ``full_tensor`` brings back the photo, bit by bit.
+        held["values that differ"] = 0
+        return held | placements.full_tensor_collectives(shape, mesh, names)
+
+    def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
+        whole, rank = _photo_sample(chosen["every"]), chosen["rank"]
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
+        pieces, held, measured = {}, {}, {}
+        for each in range(math.prod(mesh)):
+            pieces[each] = placements.local_piece(whole.shape, mesh, names, each)
+            held[each] = _rank_pixels(whole, pieces[each])
+            if result is not None:
+                sides = [result.value(f"rank {each} {side}") for side in ("rows", "columns")]
+                measured[each] = [int(size) for size in sides]
+        ax = figure.add_axes((0, 0.03, 1, 0.97))
+        plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
+        rows, columns, size = (predicted[f"rank {rank} {name}"] for name in PIECE_SIZES)
+        piece, calls = pieces[rank], []
+        term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
+        for name in ("all_gather", "all_reduce"):
+            if count := predicted.get(f"{name}_count"):
+                calls.append(style.count_text(count, name.replace("_", "-")))
+        return (
+            f"rank {rank} holds {rows} × {columns} pixels{term}, {readable_bytes(size)}; "
+            f"the whole on every rank takes {' and '.join(calls) or 'no message'}"
+        )
+
+    def launch(self, **chosen: Any) -> RunResult:
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
+        how: dict[str, Any] = {"mesh": "x".join(map(str, mesh)), "placements": names}
+        return labkit.run("placement", nproc=math.prod(mesh), every=chosen["every"], **how)
+
+
+def _photo_sample(every: int) -> numpy.ndarray:
+    """Return every ``every``-th row and column of the photo."""
+    return photo.load_photo()[::every, ::every]
+
+
+def _axis_placements(mesh: Sequence[int], first: str, second: str, **_: Any) -> list[str]:
+    return [first, second][: len(mesh)]
+
+
+def _rank_pixels(whole: numpy.ndarray, piece: placements.TensorPiece) -> numpy.ndarray:
+    """Return a rank's pixels, with the terms of a sum scaled to the photo's brightness."""
+    rows, columns, _ = piece.indices
+    pixels = whole[rows.start : rows.stop, columns.start : columns.stop]
+    bright = photo.brightness_term(pixels, piece.term, piece.terms).astype("uint16") * piece.terms
+    return bright.clip(0, 255).astype("uint8")
 
 
 class SpatialExplorer(Explorer):
@@ -74,19 +150,16 @@ class SpatialExplorer(Explorer):
         # The 512 columns of the photo around its row 200, with the aspect of the images.
         rows = 512 * HEIGHT // chosen["width"]
         eyes = photo.load_photo()[200 - rows // 2 : 200 + rows // 2]
-        halo = HALO * theory.total_stride(DEPTHS)
+        halo = theory.HALO * theory.total_stride(DEPTHS)
         look: dict[str, Any] = {"tensor_dim": chosen["tensor_dim"], "ax": strips}
         part = halo / _cut_side(**chosen)
         plots.strip_layout(eyes, (data, space), chosen["batch"], part, **look)
         if space > 1:
-            text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
-            figure.text(0.01, 0.05, text, fontsize=9)
+            sizes = f"{theory.HALO} of its pixels, {halo} of the image"
+            figure.text(0.01, 0.05, f"shaded: the halo in the last stage,\n{sizes}", fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        bars: dict[str, Numbers] = {
-            "1 rank": {"activations": alone},
-            "a rank": {"activations": held},
-        }
+        bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen, sent = {}, {}
         if result is not None:
             found = {name: result.value(name) for name in predicted}
@@ -108,6 +181,7 @@ class SpatialExplorer(Explorer):
     def launch(self, **chosen: Any) -> RunResult:
         data, space = chosen["mesh"]
         how = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
+        # One rank has no neighbour: it trains the network that is not cut.
         how |= {"height": HEIGHT, "depths": DEPTHS, "steps": 1, "strategy": "plain"}
         if data * space > 1:
             how |= {"strategy": "local", "mesh": f"{data}x{space}"}

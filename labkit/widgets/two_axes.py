@@ -18,10 +18,6 @@ from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # Until a run has measured it: an H100 in bfloat16, at 40 % of its data sheet.
 FLOPS_PER_S = 400e12
-CORE_SHARING_NOTE = (
-    "ranks that share a core wait for each other's turn at every message: "
-    "expect more than predicted"
-)
 SAMPLE_TOKENS = 8
 # A run takes no step with more operations.
 MAX_RUN_OPERATIONS = 2e10
@@ -33,7 +29,7 @@ OVERLAPS = {"are waited for": False, "travel meanwhile": True}
 class TwoAxesExplorer(Explorer):
     """Lab 5's stack of three MLPs; a run measures this machine's arithmetic and links.
 
-    Bytes are predicted exactly, times are not where ranks share a core: see ``CORE_SHARING_NOTE``.
+    Times are predicted too short where ranks share a core, since they wait for each other's turn.
     """
 
     title = "How many ranks share a matrix?"
@@ -63,62 +59,55 @@ class TwoAxesExplorer(Explorer):
                 f"take tp {' or '.join(map(str, splits))}"
             )
         tokens, axes = splits[tp]
-        return dict(theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes))
+        pairs = theory.mlp_pairs(chosen["dim"])
+        return dict(theory.step_collectives_by_axis(pairs, tokens, **axes))
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        seconds = _step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)
-        return {"passes_ms": 1e3 * sum(seconds[chosen["tp"]].values())}
+        costs, _ = _costs_from_run(result, **chosen)
+        return {"passes_ms": 1e3 * sum(_step_seconds(costs, **chosen)[chosen["tp"]].values())}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         ranks, tp = chosen["ranks"], chosen["tp"]
-        costs, counted, took_s, crowded = _costs_from_controls(**chosen), None, 0.0, False
+        (costs, text), counted, took_s = _costs_from_controls(**chosen), None, 0.0
         if result is not None:
-            costs = _costs_from_run(result, **chosen)
+            costs, text = _costs_from_run(result, **chosen)
             handed = {name: result.value(name) for name in result.summary() if "/" in name}
             counted = {str(tp): theory.axis_wire_bytes(handed, data=ranks // tp, tp=tp)}
             took_s = result.value("passes_ms") / 1e3
-            crowded = ranks > result.session["cores"] and result.device == "cpu"
-        wires, seconds = {}, _step_seconds_by_split(costs, **chosen)
+        wires, pairs = {}, theory.mlp_pairs(chosen["dim"])
         for each, (tokens, axes) in _splits(**chosen).items():
-            expected = theory.step_collectives_by_axis(_pairs(**chosen), tokens, **axes)
-            wires[each] = theory.axis_wire_bytes(expected, **axes)
+            expected = theory.step_collectives_by_axis(pairs, tokens, **axes)
+            wires[str(each)] = theory.axis_wire_bytes(expected, **axes)
+        seconds = _step_seconds(costs, **chosen)
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
         margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
         sent, times = figure.subplots(1, 2, gridspec_kw=margins)
-        look: dict[str, Any] = {"xlabel": f"ranks along tp, of {ranks}"}
-        by_label = {str(each): parts for each, parts in wires.items()}
-        plots.traffic_by_axis(by_label, counted, ax=sent, **look)
-        look |= {"chosen": tp, "measured_s": took_s}
-        plots.step_time_by_split(seconds, ax=times, **look)
+        xlabel = f"ranks along tp, of {ranks}"
+        plots.traffic_by_axis(wires, counted, ax=sent, xlabel=xlabel)
+        look: dict[str, Any] = {"measured_s": took_s, "ax": times, "xlabel": xlabel}
+        plots.step_time_by_split(seconds, chosen=tp, **look)
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
             # Every bar has its number, and each tick takes time to draw.
             ax.locator_params(axis="y", nbins=3)
-        text = _cost_text(costs, measured=result is not None, **chosen)
         figure.text(0.01, 0.99, text, fontsize=9, va="top")
+        along_tp, along_data = (readable_bytes(wires[str(tp)][axis]) for axis in ("tp", "data"))
         words = (
-            f"{ranks} ranks, {tp} along tp: "
-            f"a rank sends {readable_bytes(wires[tp]['tp'])} along tp and "
-            f"{readable_bytes(wires[tp]['data'])} along data in a step, "
-            f"which is predicted to take {style.duration_text(totals[tp])}; "
+            f"{ranks} ranks, {tp} along tp: a rank sends {along_tp} along tp and {along_data} "
+            "along data in a step, which is predicted to take "
+            f"{style.duration_text(totals[tp])}; "
             f"least is {style.duration_text(totals[best])} with {best} along tp"
         )
-        if took_s:
-            words += f"; it took {style.duration_text(took_s)}"
-        if crowded:
-            figure.text(0.01, 0.94, CORE_SHARING_NOTE, fontsize=8, va="top", color=style.GREY)
-            words += f" ({CORE_SHARING_NOTE})"
-        return words
+        return f"{words}; it took {style.duration_text(took_s)}" if took_s else words
 
     def refusal_reason(self, **chosen: Any) -> str:
-        most = 2 * len(requirements.usable_cores())
+        most, operations = 2 * len(requirements.usable_cores()), _step_operations(**chosen)
         if chosen["ranks"] > most:
             return (
                 f"{chosen['ranks']} ranks are theory here: "
                 f"to run it, take {most} or fewer on this machine's cores"
             )
-        operations = _step_operations(**chosen)
         if operations > MAX_RUN_OPERATIONS:
             return (
                 f"a step of {operations:.0e} operations is theory here: "
@@ -132,10 +121,6 @@ class TwoAxesExplorer(Explorer):
         return labkit.run("two_dim", nproc=chosen["ranks"], steps=1, costs=True, **sizes)
 
 
-def _pairs(*, dim: int, **_: Any) -> Any:
-    return theory.mlp_pairs(dim)
-
-
 def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
     """Return, by size of tp, the tokens of a tp group and the sizes of the mesh's axes."""
     ranks, tokens = chosen["ranks"], chosen["tokens"]
@@ -143,25 +128,33 @@ def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
     return {tp: (tokens * tp // ranks, {"data": ranks // tp, "tp": tp}) for tp in sizes}
 
 
-def _step_seconds_by_split(costs: Mapping[str, Any], **chosen: Any) -> dict[int, dict[str, float]]:
+def _step_seconds(costs: Mapping[str, Any], **chosen: Any) -> dict[int, dict[str, float]]:
     """Return the seconds of each part of a rank's step, by size of tp."""
-    times = {}
+    times, pairs = {}, theory.mlp_pairs(chosen["dim"])
     for tp, (tokens, axes) in _splits(**chosen).items():
-        seconds = theory.step_seconds(_pairs(**chosen), tokens, **axes, **costs)
+        seconds = theory.step_seconds(pairs, tokens, **axes, **costs)
         times[tp] = theory.seconds_after_overlap(seconds, chosen["overlap"])
     return times
 
 
 def _step_operations(**chosen: Any) -> float:
-    return theory.step_flops_per_token(_pairs(**chosen)) * chosen["tokens"]
+    return theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"])) * chosen["tokens"]
 
 
-def _costs_from_controls(**chosen: Any) -> dict[str, Any]:
-    links = {axis: AlphaBeta(0.0, 1e-9 / chosen[f"{axis}_gb_per_s"]) for axis in ("tp", "data")}
-    return {"flops_per_s": FLOPS_PER_S, "links": links}
+def _costs_from_controls(**chosen: Any) -> tuple[dict[str, Any], str]:
+    """Return the arguments of ``theory.step_seconds`` and their text."""
+    links, texts = {}, []
+    for axis in ("tp", "data"):
+        gb_per_s = chosen[f"{axis}_gb_per_s"]
+        links[axis] = AlphaBeta(0.0, 1e-9 / gb_per_s)
+        texts.append(f"along {axis} {gb_per_s} GB/s")
+    speed = f"a rank does {FLOPS_PER_S / 1e12:.0f} TFLOP/s (assumed)"
+    text = f"costs as chosen: {', '.join(texts)}; {speed}"
+    return {"flops_per_s": FLOPS_PER_S, "links": links}, text
 
 
-def _costs_from_run(result: RunResult, **chosen: Any) -> dict[str, Any]:
+def _costs_from_run(result: RunResult, **chosen: Any) -> tuple[dict[str, Any], str]:
+    """Return the arguments of ``theory.step_seconds`` and their text."""
     found = {}
     for axis, ranks in (("tp", chosen["tp"]), ("data", chosen["ranks"] // chosen["tp"])):
         if ranks > 1:
@@ -173,16 +166,10 @@ def _costs_from_run(result: RunResult, **chosen: Any) -> dict[str, Any]:
     # An axis of one rank has no link to measure and takes the other's.
     links = {axis: found.get(axis) or next(iter(found.values())) for axis in ("tp", "data")}
     operations = _step_operations(**chosen) / chosen["ranks"]
-    return {"flops_per_s": 1e3 * operations / result.value("alone_ms"), "links": links}
-
-
-def _cost_text(costs: Mapping[str, Any], *, measured: bool, **chosen: Any) -> str:
-    if not measured:
-        links = [f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data")]
-        speed = f"a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s (assumed)"
-        return f"costs as chosen: {', '.join(links)}; {speed}"
-    links = [f"a rank {style.short_number_text(costs['flops_per_s'] / 1e9)} GFLOP/s"]
-    for axis, link in costs["links"].items():
+    flops_per_s = 1e3 * operations / result.value("alone_ms")
+    texts = [f"a rank {style.short_number_text(flops_per_s / 1e9)} GFLOP/s"]
+    for axis, link in links.items():
         beta_text = style.short_number_text(1e12 * link.beta_s_per_byte)
-        links.append(f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {beta_text} µs/MB")
-    return f"costs measured by this run: {', '.join(links)}"
+        texts.append(f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {beta_text} µs/MB")
+    text = f"costs measured by this run: {', '.join(texts)}"
+    return {"flops_per_s": flops_per_s, "links": links}, text

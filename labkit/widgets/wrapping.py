@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit.plots import fsdp as plots
+from labkit.plots import memory as plots
 from labkit.plots import style
-from labkit.plots.runs import byte_bars
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
@@ -57,15 +56,12 @@ class WrappingExplorer(Explorer):
         return {"peak_total_bytes": _step_ledger(**chosen).peak["total"], **sent}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
-        ledger, ranks, label = (
-            _step_ledger(**chosen),
-            chosen["ranks"],
-            STAGE_LABELS[chosen["stage"]],
-        )
+        ledger, label = _step_ledger(**chosen), STAGE_LABELS[chosen["stage"]]
         look = {"left": 0.065, "right": 0.99, "top": 0.78, "bottom": 0.12, "wspace": 0.35}
         wide, narrow = figure.subplots(1, 2, width_ratios=(2.6, 1), gridspec_kw=look)
-        moments, backward = ledger.moments, ledger.backward
-        plots.memory_over_step(moments, backward, result, budget=BUDGET_BYTES, ax=wide)
+        marks: dict[str, Any] = {"budget": BUDGET_BYTES, "ax": wide}
+        plots.memory_over_step(ledger.moments, ledger.backward, result, **marks)
+        ranks = chosen["ranks"]
         handed = theory.stage_collectives(_stack_layers(**chosen), ranks, stage=0)
         ddp = theory.stage_wire_bytes(handed, ranks)
         sent, measured = theory.stage_wire_bytes(predicted, ranks), {}
@@ -73,9 +69,9 @@ class WrappingExplorer(Explorer):
             counted = {name: result.value(name) for name in predicted}
             measured = {label: theory.stage_wire_bytes(counted, ranks)}
         bars, what = {"DDP": ddp} | {label: sent}, "sent by a rank in a step"
-        byte_bars(bars, measured, style.COLLECTIVE_COLOURS, ylabel=what, ax=narrow)
+        plots.byte_bars(bars, measured, style.COLLECTIVE_COLOURS, ylabel=what, ax=narrow)
         peak, total, of_ddp = ledger.peak["total"], sum(sent.values()), sum(ddp.values())
-        when = "forward" if ledger.peak_index < backward else "backward"
+        when = "forward" if ledger.peak_index < ledger.backward else "backward"
         side = "over" if peak > BUDGET_BYTES else "below"
         return (
             f"a rank's peak of {peak / 1e6:.3g} MB lies in the {when} pass, "
@@ -84,17 +80,17 @@ class WrappingExplorer(Explorer):
         )
 
     def refusal_reason(self, **chosen: Any) -> str:
-        if chosen["stage"] == 1:
-            return (
-                "no program of labkit trains with ZeRO 1: "
-                "this is theory alone; take stage 0, 2 or 3"
-            )
-        return ""
+        reason = (
+            "no program of labkit trains with ZeRO 1: this is theory alone; take stage 0, 2 or 3"
+        )
+        return reason if chosen["stage"] == 1 else ""
 
     def launch(self, **chosen: Any) -> RunResult:
         blocks, dim = chosen["model"]
         how = {name: chosen[name] for name in ("batch", "checkpointing", "precision")}
+        # One step is enough: memory and traffic are the same in each.
         how |= {"model": "mlp_stack", "layers": blocks, "dim": dim, "steps": 1}
+        # Stage 0 is DDP, which has no units.
         how["wrap"] = chosen["wrap"] if chosen["stage"] else "none"
         how["reshard_after_forward"] = chosen["stage"] != 2
         return labkit.run("fsdp_wrap", nproc=chosen["ranks"], **how)
