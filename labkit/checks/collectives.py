@@ -53,7 +53,7 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         no_list = "not a list of numbers: does every path return?"
         with judge.expect_no_error(f"{asked} gave {value_text(found)}, {no_list}"):
             numbers = [float(number) for number in found]
-        # What a learner gets who forgets one of the steps.
+        # Each results from one forgotten step.
         mistakes = (
             ("all sums, which is an all-reduce", sums, f"Each of {ranks} ranks keeps one part."),
             ("this rank's own numbers, not added up", held[rank][own], "Add place by place."),
@@ -221,19 +221,15 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         ("added the gradients of earlier steps", "Call zero_grad each step.", {"forget": False}),
         ("trained alone, from its weights", "Broadcast, then all-reduce.", alone | own_weights),
     ]
-    for mistake, hint, options in mistakes:
-        likely[mistake] = (tasks.train_all_ranks(RANKS, **options), hint)
+    for words, hint, options in mistakes:
+        likely[words] = (tasks.train_all_ranks(RANKS, **options), hint)
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        judge.expect_close(
-            sent["got"],
-            right[index],
-            "the model",
-            {words: (ranks[index], hint) for words, (ranks, hint) in likely.items()},
-            otherwise="ended with other weights than one device",
-            expected="the weights of one device with all samples",
-            hint="In the ranks' turn: broadcast once; loss, gradients, mean, step.",
-        )
+        own = {words: (ranks[index], hint) for words, (ranks, hint) in likely.items()}
+        other = "ended with other weights than one device"
+        wanted = "the weights of one device with all samples"
+        hint = "In the ranks' turn: broadcast once; loss, gradients, mean, step."
+        judge.expect_close(sent["got"], right[index], "the model", own, other, wanted, hint)
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
     seen = f"{RANKS} ranks ended with the weights of one device that saw all samples"

@@ -58,6 +58,7 @@ IDENTITY_HINT = "Tied means the same object: compare with `is`, or by id()."
 @exercise
 def zero_bytes(answer: Callable[..., float]) -> Verdict:
     """Exercise 1: a rank's bytes between steps with Adam, from (parameters, ranks, stage)."""
+    # By stage.
     hints = [
         "Stage 0 shards nothing: a parameter, its gradient and Adam's two have 4 bytes each.",
         "Stage 1 shards what Adam keeps, two numbers a parameter; the others stay whole.",
@@ -157,9 +158,8 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             judge.expect(calls == count, said, count, hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="units")
-    return judge.passing_verdict(
-        f"equal to one device on {RANKS} ranks, whole parameters held only where they are used"
-    )
+    used = "whole parameters held only where they are used"
+    return judge.passing_verdict(f"equal to one device on {RANKS} ranks, {used}")
 
 
 def _flat_gradients(index: int) -> list[Tensor]:
@@ -321,9 +321,8 @@ def memory_plan(
     hint = "Large units, and units that stay after the forward pass, are gathered less often."
     said = f"{counted} all-gathers a step are too many"
     judge.expect(counted <= gathers, said, f"at most {gathers}", hint)
-    return judge.passing_verdict(
-        f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed"
-    )
+    seen = f"{counted} all-gathers a step, and {gathers} are allowed"
+    return judge.passing_verdict(f"below the bound, with {seen}")
 
 
 def _expect_plan(plan: Any) -> None:
@@ -434,11 +433,10 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
         judge.expect(all(isinstance(each, nn.Module) and each in names for each in found), form)
         wrong = {"left out": case.together - {*found}, "took in": {*found} - case.together}
         # The model's own order, so that the words are the same each time.
-        said = [
-            f"{what} {', '.join(names[module] for module in names if module in modules)}"
-            for what, modules in wrong.items()
-            if modules
-        ]
+        said = []
+        for what, modules in wrong.items():
+            listed = ", ".join(names[module] for module in names if module in modules)
+            said += [f"{what} {listed}"] if listed else []
         judge.expect(not said, f"{asked} {' and '.join(said)}", hint=_tying_hint(case, found))
     return judge.passing_verdict(f"{len(cases)} models agree")
 
@@ -462,14 +460,13 @@ def tying_cases() -> list[TyingCase]:
     output.load_state_dict(embedding.state_dict(), strict=False)
     inside = "two layers inside the block share a weight"
     bias = "a layer inside it shares a bias with another block's"
-    three = "three modules share its weight"
     return [
         _tying_case("nothing is tied", "blocks.0"),
         _tying_case("the output layer has the embedding's weight", "embedding", "output"),
         _tying_case(inside, "blocks.0", "blocks.0.2", first="blocks.0.0"),
         copied,
         _tying_case(bias, "blocks.0", "blocks.1.0", first="blocks.0.2", name="bias"),
-        _tying_case(three, "output", "embedding", "heads.0"),
+        _tying_case("three modules share its weight", "output", "embedding", "heads.0"),
     ]
 
 
@@ -512,6 +509,5 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
             judge.expect_close(left[name], right, said, likely, expected=rule, hint=hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s)
-    return judge.passing_verdict(
-        f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided"
-    )
+    seen = "shared gradients are the mean, the experts' their own, divided"
+    return judge.passing_verdict(f"as asked on {RANKS} ranks: {seen}")
