@@ -188,7 +188,7 @@ def test_verdicts_show_themselves():
 def test_a_notebook_shows_the_symptom_first_and_opens_hint_and_value_on_request():
     @judge.exercise
     def double(answer):
-        return judge.judge_values(answer, lambda number: 2 * number, [(2,)], "Twice <as> much.")
+        return judge.judge_cases(answer, lambda number: 2 * number, [(2, "Twice <as> much.")])
 
     shown = double(lambda number: number + 1)._repr_html_()
     symptom, hint, expected = shown.split("<details>")

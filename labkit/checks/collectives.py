@@ -1,9 +1,7 @@
 """Checks of lab 0, ranks and collectives."""
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from math import isclose
 from typing import Any
 
 import torch
@@ -33,9 +31,8 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         got, left = judge.expect_tensor(sent["got"][0], given[index]), (index - 1) % RANKS
         likely = {"this rank's own vector": given[index]}
         likely |= {f"rank {rank}'s vector": given[rank] for rank in range(RANKS)}
-        whose = judge.likely_mistake(got, likely, _is_close, otherwise="numbers of no rank")
-        is_left = _is_close(got, given[left])
-        expect(is_left, f"the result is {whose}", f"rank {left}'s", hint)
+        none, right = "numbers of no rank", f"rank {left}'s"
+        judge.expect_close(got, given[left], "the result is", likely, none, right, hint)
         _judge_sent_bytes(given[index].nbytes, sent, "one vector is")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="shift")
@@ -56,19 +53,17 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         no_list = "not a list of numbers: does every path return?"
         with judge.expect_no_error(f"{asked} gave {value_text(found)}, {no_list}"):
             numbers = [float(number) for number in found]
-        # What a learner gets who forgets one of the steps.
-        parts = f"Each of {ranks} ranks keeps one part of {ranks}."
-        place_by_place = "Add the ranks' numbers, place by place."
-        over_ranks = "Add over the ranks, not over a rank."
-        likely = {
-            ("all sums, which is an all-reduce: ", parts): sums,
-            ("this rank's own numbers, not added up: ", place_by_place): held[rank][own],
-            ("the first part of the sums: ", "Rank r keeps part r."): sums[:size],
-            ("sums of each rank's own numbers: ", over_ranks): [sum(each) for each in held],
-        }
-        otherwise = ("", "Add the lists place by place; then cut the sum, one part a rank.")
-        mistake, hint = judge.likely_mistake(numbers, likely, operator.eq, otherwise)
-        expect(numbers == sums[own], f"{asked} gave {mistake}{value_text(found)}", sums[own], hint)
+        # Each results from one forgotten step.
+        mistakes = (
+            ("all sums, which is an all-reduce", sums, f"Each of {ranks} ranks keeps one part."),
+            ("this rank's own numbers, not added up", held[rank][own], "Add place by place."),
+            ("the first part of the sums", sums[:size], "Rank r keeps part r."),
+            ("sums of each rank's own numbers", [*map(sum, held)], "Add over the ranks."),
+        )
+        shown, right = value_text(found), sums[own]
+        likely = {f"{words}: {shown}": (wrong, hint) for words, wrong, hint in mistakes}
+        in_turn = "Add the lists place by place; then cut the sum, one part a rank."
+        judge.expect_close(numbers, right, f"{asked} gave", likely, shown, right, in_turn)
     return passing_verdict("3 cases agree")
 
 
@@ -100,14 +95,13 @@ def ring_bytes(answer: Callable[..., float]) -> Verdict:
     def right_bytes(handed_bytes: int, ranks: int) -> float:
         return collective_wire_bytes("all_reduce", handed_bytes, ranks)
 
-    hints = [
-        "With two ranks each sends half of its tensor twice.",
-        "Each step sends one part, of as many as there are ranks.",
-        "ranks - 1 steps add the parts up, and ranks - 1 hand the sums on.",
-        "A single rank sends nothing.",
+    cases = [
+        (1000, 2, "With two ranks each sends half of its tensor twice."),
+        (1000, 4, "Each step sends one part, of as many as there are ranks."),
+        (4096, 8, "ranks - 1 steps add the parts up, and ranks - 1 hand the sums on."),
+        (1000, 1, "A single rank sends nothing."),
     ]
-    cases = [(1000, 2), (1000, 4), (4096, 8), (1000, 1)]
-    return judge.judge_values(answer, right_bytes, cases, hints)
+    return judge.judge_cases(answer, right_bytes, cases)
 
 
 @exercise
@@ -126,28 +120,21 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         no_pair = f"{asked} gave {value_text(found)}, not two numbers"
         with judge.expect_no_error(no_pair, hint="Return alpha, beta."):
             alpha, beta = map(float, found)
-        small, large, right = sizes[0], sizes[-1], (network.alpha_s, network.beta_s_per_byte)
-        likely: dict[str, tuple[float | None, ...]] = {
-            "beta first, then alpha: ": right[::-1],
-            "a beta that has a latency inside: ": (None, fastest[large] / large),
-            "an alpha that has the small message's bytes inside: ": (fastest[small], None),
+        small, large, right = sizes[0], sizes[-1], [network.alpha_s, network.beta_s_per_byte]
+        # Where one of the two numbers tells the mistake, the other is as found.
+        mistakes = {
+            "beta first, then alpha": right[::-1],
+            "a beta that has a latency inside": [alpha, fastest[large] / large],
+            "an alpha that has the small message's bytes inside": [fastest[small], beta],
         }
         for which, late in {"mean": 5.7 / 3, "first": 1.7, "slowest": 3.0}.items():
-            disturbed = f"the numbers of disturbed rounds, the {which}: "
-            likely[disturbed] = (right[0] * late, right[1] * late)
-        mistake = judge.likely_mistake((alpha, beta), likely, _is_fit_close, otherwise="")
-        said = f"{asked} gave {mistake}({alpha:.3g}, {beta:.3g})"
-        fits = _is_fit_close((alpha, beta), right)
-        expect(fits, said, f"({right[0]:.3g}, {right[1]:.3g})", hint)
+            disturbed = f"the numbers of disturbed rounds, the {which}"
+            mistakes[disturbed] = [late * number for number in right]
+        shown, expected = (f"({pair[0]:.3g}, {pair[1]:.3g})" for pair in ([alpha, beta], right))
+        likely = {f"{words}: {shown}": pair for words, pair in mistakes.items()}
+        fit, said = [alpha, beta], f"{asked} gave"
+        judge.expect_close(fit, right, said, likely, shown, expected, hint, rtol=1e-3, atol=0)
     return passing_verdict("2 networks agree, though two of three rounds were disturbed")
-
-
-def _is_fit_close(found: Sequence[float], right: Sequence[float | None]) -> bool:
-    """Compare alpha and beta; None equals anything."""
-    return all(
-        value is None or isclose(each, value, rel_tol=1e-3)
-        for each, value in zip(found, right, strict=True)
-    )
 
 
 @exercise
@@ -178,12 +165,10 @@ def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
     right = _matching_parts(got, total)
     if len(right) == RANKS:
         return
-    likely = {
-        ("the mean, not the sum", "Who divides?"): total / RANKS,
-        ("this rank's own numbers", "Did anything that arrived go into the result?"): given[index],
-    }
-    mistake, hint = judge.likely_mistake(got, likely, _is_close, otherwise=("", ""))
-    expect(not mistake, f"the result is {mistake}", hint=hint)
+    is_mean, is_own = _is_close(got, total / RANKS), _is_close(got, given[index])
+    expect(not is_mean, "the result is the mean, not the sum", hint="Who divides?")
+    hint = "Did anything that arrived go into the result?"
+    expect(not is_own, "the result is this rank's own numbers", hint=hint)
     # An answer that adds the finished sum to a part, instead of replacing it, counts this rank
     # and some ranks before it twice.
     before = torch.zeros_like(total)
@@ -223,9 +208,9 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     right = tasks.train_all_ranks(RANKS)
     start = [list(tasks.make_rank_model(index).parameters()) for index in range(RANKS)]
     no_step = "Does each batch end in a step?"
-    likely: dict[tuple[str, str], list[list[Any]]] = {
-        ("has the weights that it began with", no_step): start,
-        ("has rank 0's first weights", no_step): [start[0]] * RANKS,
+    likely: dict[str, tuple[list[list[Tensor]], str]] = {
+        "has the weights that it began with": (start, no_step),
+        "has rank 0's first weights": ([start[0]] * RANKS, no_step),
     }
     # Each mistake is trained here as well, and its weights are compared with the learner's.
     alone, own_weights = {"together": False}, {"same_start": False}
@@ -236,18 +221,15 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         ("added the gradients of earlier steps", "Call zero_grad each step.", {"forget": False}),
         ("trained alone, from its weights", "Broadcast, then all-reduce.", alone | own_weights),
     ]
-    for mistake, hint, options in mistakes:
-        likely[mistake, hint] = tasks.train_all_ranks(RANKS, **options)
-    in_turn = "In the ranks' turn: broadcast once; loss, gradients, mean, step."
-    otherwise = ("ended with other weights than one device", in_turn)
+    for words, hint, options in mistakes:
+        likely[words] = (tasks.train_all_ranks(RANKS, **options), hint)
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        def is_equal(found: Sequence[Tensor], ranks: Sequence[Sequence[Tensor]]) -> bool:
-            return judge.are_tensors_close(found, ranks[index])
-
-        said, hint = judge.likely_mistake(sent["got"], likely, is_equal, otherwise)
-        expected = "the weights of one device with all samples"
-        expect(is_equal(sent["got"], right), f"the model {said}", expected, hint)
+        own = {words: (ranks[index], hint) for words, (ranks, hint) in likely.items()}
+        other = "ended with other weights than one device"
+        wanted = "the weights of one device with all samples"
+        hint = "In the ranks' turn: broadcast once; loss, gradients, mean, step."
+        judge.expect_close(sent["got"], right[index], "the model", own, other, wanted, hint)
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
     seen = f"{RANKS} ranks ended with the weights of one device that saw all samples"
@@ -258,25 +240,26 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
     """Exercise 8: tokens per GPU, from (flops_per_s, bytes_per_s, ranks, gradient_bytes)."""
     hint = "6 FLOP a parameter and token; 2 (ranks - 1) / ranks x gradient_bytes on the wire."
-    for case in ((6e12, 1e10, 2, 2), (4e14, 5e10, 8, 2), (4e14, 5e10, 8, 4)):
-        flops_per_s, bytes_per_s, ranks, gradient_bytes = case
+
+    def right_tokens(
+        flops_per_s: float, bytes_per_s: float, ranks: int, gradient_bytes: int
+    ) -> float:
         wire_bytes = collective_wire_bytes("all_reduce", gradient_bytes, ranks)
-        tokens_per_byte = flops_per_s / 6 / bytes_per_s
-        right = wire_bytes * tokens_per_byte
-        name = judge.answer_name(answer)
-        given = f"{flops_per_s:g}, {bytes_per_s:g}, ranks={ranks}, gradient_bytes={gradient_bytes}"
-        found = judge.call_answer(answer, *case, in_words=f"{name}({given})")
-        said = f"{name}({given}) gave"
-        no_number = "not a number: does every path return?"
-        with judge.expect_no_error(f"{said} {value_text(found)}, {no_number}"):
-            tokens = float(found)
-        likely = {
-            "the tokens of bytes handed over, not on the wire, ": gradient_bytes * tokens_per_byte,
-            "half of what a ring needs, ": right / 2,
-            "tokens of a forward pass alone, ": 3 * right,
-            "the inverse, ": 1 / right,
+        return wire_bytes * flops_per_s / 6 / bytes_per_s
+
+    def likely_tokens(
+        flops_per_s: float, bytes_per_s: float, ranks: int, gradient_bytes: int
+    ) -> dict[str, float]:
+        right = right_tokens(flops_per_s, bytes_per_s, ranks, gradient_bytes)
+        handed = gradient_bytes * flops_per_s / 6 / bytes_per_s
+        return {
+            "the tokens of bytes handed over, not on the wire": handed,
+            "half of what a ring needs": right / 2,
+            "tokens of a forward pass alone": 3 * right,
+            "the inverse": 1 / right,
         }
-        mistake = judge.likely_mistake(tokens, likely, partial(isclose, rel_tol=1e-3), otherwise="")
-        is_right = isclose(tokens, right, rel_tol=1e-3, abs_tol=1)
-        expect(is_right, f"{said} {mistake}{tokens:,.4g}", f"{right:,.4g}", hint)
-    return passing_verdict("3 cases agree")
+
+    networks = ((6e12, 1e10, 2, 2), (4e14, 5e10, 8, 2), (4e14, 5e10, 8, 4))
+    cases = [(*network, hint) for network in networks]
+    # A whole number of tokens is as good.
+    return judge.judge_cases(answer, right_tokens, cases, likely_tokens, rtol=1e-3)

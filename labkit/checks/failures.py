@@ -32,7 +32,6 @@ ENDED_RUNS = {
 CALLS = {"s": ("all_reduce", (8, 8)), "m": ("all_reduce", (8,)), "b": ("broadcast", (8,))}
 WAIT_HINT = "does every rank make the same calls?"
 _on_ranks = partial(judge_on_ranks, "failures", waiting=WAIT_HINT, name_rank=True)
-_are_close = partial(judge.are_tensors_close, atol=1e-6)
 
 
 @exercise
@@ -76,13 +75,13 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
     agree = "The ranks must agree. Which collective lets them?"
     sums = "all_reduce adds up unless op= says otherwise."
     likely = {
-        (f"{counts} steps: each its own", agree): counts,
-        (f"{most} steps: the others run dry", "The fewest batches set the number."): [most] * RANKS,
-        (f"{total} steps, which is the sum", sums): [total] * RANKS,
+        f"{counts} steps: each its own": (counts, agree),
+        f"{most} steps: the others run dry": ([most] * RANKS, "The fewest set the number."),
+        f"{total} steps, which is the sum": ([total] * RANKS, sums),
     }
-    otherwise = (f"{value_text(got)} steps", "ReduceOp.MIN")
-    mistake, hint = judge.likely_mistake(got, likely, operator.eq, otherwise)
-    expect(got == [fewest] * RANKS, f"of {counts} batches the ranks take {mistake}", fewest, hint)
+    said = f"of {counts} batches the ranks take"
+    shown, right = f"{value_text(got)} steps", [fewest] * RANKS
+    judge.expect_close(got, right, said, likely, shown, fewest, "ReduceOp.MIN")
     return passing_verdict(f"of {counts} batches, all {RANKS} ranks take {fewest} steps")
 
 
@@ -122,7 +121,7 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         expect(sent["handle"] != "NoneType", "an asynchronous call returned None", hint=hint)
         said = f"the collective left other numbers: {[each.tolist() for each in sent['sums']]}"
         hint = "Hand everything on: collective(tensor, *args, **kwargs), once."
-        expect(judge.are_tensors_close(sent["sums"], sums), said, hint=hint)
+        expect(judge.is_close(sent["sums"], sums), said, hint=hint)
         expect(len(log) == 2, f"after two calls the log has {len(log)} entries")
         under_way = "while a call was under way, the log"
         hint = "The call that hangs is the one that matters: append before you call."
@@ -198,15 +197,14 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
     shorter = "the plain mean of the pieces, though some are shorter"
     stays = "Gradients add up in .grad until zero_grad."
     likely = {
-        (f"{pieces} means added up, {pieces} times too much", weigh): added,
-        (shorter, "A piece of 3 samples out of 10 counts 3 / 10."): [g / pieces for g in added],
-        ("the last piece's gradient alone", stays): each[-1],
-        ("sums over samples, not a mean", "Divide by the batch."): [10 * grad for grad in whole],
+        f"{pieces} means added up, {pieces} times too much": (added, weigh),
+        shorter: ([g / pieces for g in added], "A piece of 3 samples out of 10 counts 3 / 10."),
+        "the last piece's gradient alone": (each[-1], stays),
+        "sums over samples, not a mean": ([10 * grad for grad in whole], "Divide by the batch."),
     }
     weights = "Add up len(piece) / len(inputs) times the gradient of each piece."
-    otherwise = ("not that of the whole batch", weights)
-    mistake, hint = judge.likely_mistake(found, likely, _are_close, otherwise)
-    expect(_are_close(found, whole), f"the gradient is {mistake}", hint=hint)
+    other = "not that of the whole batch"
+    judge.expect_close(found, whole, "the gradient is", likely, other, hint=weights)
     share = f"{held / whole_held:.0%}"
     said = f"the gradient is right, and {share} of the whole batch's activations were held at once"
     hint = "Each piece needs a backward pass of its own, before the next piece computes."
@@ -260,7 +258,7 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     outputs = _on_ranks(answer, ranks=2, timeout_s=timeout_s, what="mended")
     first, second = (output["got"] for output in outputs)
     train = partial(train_all_ranks, 2, zero_last=True)
-    if all(map(_are_close, (first, second), train())):
+    if all(map(judge.is_close, (first, second), train())):
         return passing_verdict("2 ranks ended with the weights of one device that saw all samples")
     # A stale parameter also differs from one device's, so the faults are looked for one by one.
     said = "the last layer's weight is still zero after 3 steps: a stale parameter"
@@ -273,11 +271,11 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         expect(judge.is_tensor_close(one, other), said, hint=hint)
     # The right divisor is the number of ranks, 2.
     divisors = {f"sums divided by {SAMPLES} samples": SAMPLES, "sums": 1, "too small": 2 * SAMPLES}
-    likely = {words: train(factor=2 / divisor)[0] for words, divisor in divisors.items()}
-    mistake = judge.likely_mistake(first, likely, _are_close, otherwise="")
-    said = f"all ranks agree, and their gradients are {mistake}: a wrong scaling"
     hint = "mse_loss is a mean over this rank's samples already. What is left to divide by?"
-    expect(not mistake, said, hint=hint)
+    for words, divisor in divisors.items():
+        said = f"all ranks agree, and their gradients are {words}: a wrong scaling"
+        is_scaled = judge.is_close(first, train(factor=2 / divisor)[0])
+        expect(not is_scaled, said, hint=hint)
     hint = "Compare one gradient with one device's."
     raise WrongAnswer("all ranks agree, on other weights than one device's", hint=hint)
 
@@ -285,15 +283,16 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 @exercise
 def rounding_alone(answer: Callable[..., Any]) -> Verdict:
     """Exercise 8: whether a difference is rounding, from its size in float32 and in float64."""
-    cases = [(3e-6, 4e-15), (1e-2, 3e-11), (2e-7, 2e-7), (1e-3, 0.9e-3), (0.0, 0.0)]
-    hints = [
-        "In float64 it is a billionth: what shrinks with the digits is rounding.",
-        "Rounding can grow over a long run. What matters is how far it shrinks in float64.",
-        "It is small, and float64 does not make it smaller.",
-        "A little less is not enough: float64 has 29 bits more, a factor of 500 million.",
-        "No difference is no fault. Do you divide by zero?",
+    grows = "Rounding can grow over a long run. What matters is how far it shrinks in float64."
+    bits = "A little less is not enough: float64 has 29 bits more, a factor of 500 million."
+    cases = [
+        (3e-6, 4e-15, "In float64 it is a billionth: what shrinks with the digits is rounding."),
+        (1e-2, 3e-11, grows),
+        (2e-7, 2e-7, "It is small, and float64 does not make it smaller."),
+        (1e-3, 0.9e-3, bits),
+        (0.0, 0.0, "No difference is no fault. Do you divide by zero?"),
     ]
-    judge.judge_values(answer, theory.is_only_rounding, cases, hints)
+    judge.judge_cases(answer, theory.is_only_rounding, cases)
     return passing_verdict(f"{len(cases)} differences told apart")
 
 

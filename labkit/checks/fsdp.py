@@ -33,38 +33,32 @@ ERROR_HINTS = {
     "out of bounds for storage": EMPTY_BUFFER_HINT,
 }
 judge_on_pair = partial(judge_on_ranks, "fsdp", ranks=RANKS, waiting=WAIT_HINT, hints=ERROR_HINTS)
-EXPERT_RULES = {
-    "shared": (
-        "the mean over the ranks",
-        "All ranks train the shared part together: sum over the ranks, divide by their number.",
-    ),
-    "expert's": (
-        "this rank's own, divided by the ranks",
-        "A rank's expert is its own: nothing of it may travel, and its scale is one device's.",
-    ),
-}
-"""The right gradient of each kind of parameter, and a hint."""
+SHARED_HINT = (
+    "All ranks train the shared part together: sum over the ranks, divide by their number."
+)
+EXPERT_HINT = "A rank's expert is its own: nothing of it may travel, and its scale is one device's."
+# Position of block 0 in the toy model.
 FIRST_BLOCK_POSITION = 4
-"""Where block 0 of the toy model stands in it."""
 CATEGORY_TEXT = {
     "temp": "temporary, gradients of activations among it",
     "activation": "activations",
     "unsharded_parameter": "gathered parameters",
 }
+# What a rank keeps between steps: no plan that wraps anything changes it.
 PERSISTENT_CATEGORIES = ["parameter", "gradient", "optstate"]
-"""What a rank keeps between steps: no plan that wraps anything changes it."""
+# What a memory plan may choose.
 PLAN_CHOICES: dict[str, tuple[Any, ...]] = {
     "wrap": get_args(WrapMode),
     "checkpointing": (False, True),
     "reshard_after_forward": (True, False),
 }
-"""What a memory plan may choose."""
 IDENTITY_HINT = "Tied means the same object: compare with `is`, or by id()."
 
 
 @exercise
 def zero_bytes(answer: Callable[..., float]) -> Verdict:
     """Exercise 1: a rank's bytes between steps with Adam, from (parameters, ranks, stage)."""
+    # By stage.
     hints = [
         "Stage 0 shards nothing: a parameter, its gradient and Adam's two have 4 bytes each.",
         "Stage 1 shards what Adam keeps, two numbers a parameter; the others stay whole.",
@@ -142,14 +136,9 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
                 _judge_share(rank, place, shard, whole[place].chunk(RANKS))
         held, first, second = sent["held"], model(inputs), after(inputs)
         _expect_freed(held["at rest"], "right after it was sharded")
-        judge.expect_close(
-            sent["outputs"][0],
-            first,
-            f"{where} the forward pass gives",
-            {},
-            otherwise="another output than one device",
-            hint="The buffer must hold every rank's share, in the order of the ranks.",
-        )
+        said = f"{where} the forward pass gives another output than one device"
+        hint = "The buffer must hold every rank's share, in the order of the ranks."
+        judge.expect(judge.is_close(sent["outputs"][0], first), said, hint=hint)
         # Only the first unit: nothing is noted between the last one's passes.
         _expect_freed(held["forward"], "after its forward pass")
         for place, gradient in enumerate(sent["gradients"]):
@@ -158,14 +147,10 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
             judge.expect(not left, said, 0, "Set .grad of the unit's own parameters to None.")
         _expect_freed(held["after"], "after the backward pass")
-        judge.expect_close(
-            sent["outputs"][1],
-            second,
-            f"{where} the output after an update is",
-            {"that of the parameters before the update": first},
-            otherwise="another than one device's",
-            hint="Gather what the shard holds now: the optimizer has changed it.",
-        )
+        said, other = f"{where} the output after an update is", "another than one device's"
+        likely = {"that of the parameters before the update": first}
+        hint = "Gather what the shard holds now: the optimizer has changed it."
+        judge.expect_close(sent["outputs"][1], second, said, likely, other, hint=hint)
         for name, count in {"all_gather": 4, "reduce_scatter": 2}.items():
             calls = sent["sent"].get(name, 0)
             said = f"{where} {calls} calls of {name} in a step of two units"
@@ -193,14 +178,12 @@ def _judge_share(index: int, place: int, shard: Any, parts: Sequence[Tensor]) ->
     shape, right = tuple(shard.shape), tuple(parts[0].shape)
     hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them."
     judge.expect(shape == right, f"{unit} has shape {shape}", right, hint)
-    judge.expect_close(
-        shard,
-        parts[index],
-        unit,
-        {f"is rank {rank}'s part": part for rank, part in enumerate(parts)},
-        otherwise="is not its part of the parameters",
-        hint="Flatten unit.parameters() in their order; rank r keeps part r.",
+    likely = {f"is rank {rank}'s part": part for rank, part in enumerate(parts)}
+    other, hint = (
+        "is not its part",
+        "Flatten unit.parameters() in their order; rank r keeps part r.",
     )
+    judge.expect_close(shard, parts[index], unit, likely, other, hint=hint)
 
 
 def _expect_freed(held: Sequence[int], moment: str) -> None:
@@ -289,16 +272,15 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
 def replace_source_line(
     function: Callable[..., Any], line: str, instead: str = "pass"
 ) -> Callable[..., Any]:
-    """Return a function with one line of its source replaced: a mutant, which a test should catch.
+    """Return a mutant of a function, with one line of its source replaced, for a test to catch.
 
-    Raises:
-        ValueError: the line is missing, or occurs more than once.
+    Raise ValueError unless the line occurs once.
     """
     name, lines = function.__name__, textwrap.dedent(inspect.getsource(function)).splitlines()
     places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
     if len(places) != 1:
-        found = f"{line!r} stands {len(places)} times in {name}"
-        raise ValueError(f"{found}: take a line that stands once")
+        rule = "take a line that stands once"
+        raise ValueError(f"{line!r} stands {len(places)} times in {name}: {rule}")
     (place,) = places
     lines[place] = lines[place].replace(line.strip(), instead)
     text, file = "\n".join(lines) + "\n", f"<{name} without {line!r}>"
@@ -314,15 +296,11 @@ def replace_source_line(
 def memory_plan(
     answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any
 ) -> Verdict:
-    """Exercise 7: a plan for real ranks, ``PLAN_CHOICES``, that stays within two limits.
+    """Exercise 7: a plan for real ranks, ``PLAN_CHOICES``, within two limits.
 
-    What runs measure differs by some kB, so the limit should leave 1 %.
-
-    Args:
-        answer: returns parameters of fsdp_wrap by name; the others keep their defaults.
-        bound_bytes: the largest peak allowed, of all categories together, on any rank.
-        gathers: the largest number of all-gathers in a step.
-        **setup: the other parameters of the run, such as ``model="mlp_stack"``; 2 ranks by default.
+    ``bound_bytes`` limits a rank's peak of all categories together; runs differ by some kB, so it
+    should leave 1 %. ``gathers`` limits the all-gathers in a step. ``setup`` holds the other
+    parameters of fsdp_wrap; 2 ranks by default.
     """
     plan = judge.call_answer(answer)
     _expect_plan(plan)
@@ -343,9 +321,8 @@ def memory_plan(
     hint = "Large units, and units that stay after the forward pass, are gathered less often."
     said = f"{counted} all-gathers a step are too many"
     judge.expect(counted <= gathers, said, f"at most {gathers}", hint)
-    return judge.passing_verdict(
-        f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed"
-    )
+    seen = f"{counted} all-gathers a step, and {gathers} are allowed"
+    return judge.passing_verdict(f"below the bound, with {seen}")
 
 
 def _expect_plan(plan: Any) -> None:
@@ -380,8 +357,7 @@ def _collective_count(result: labkit.RunResult, collective: str) -> int:
 def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     """Exercise 8: the index of the block that a run did not wrap, for its ``forget`` or ``skip``.
 
-    Raises:
-        ValueError: the run skipped no block, or several.
+    Raise ValueError unless the run left out one block.
     """
     forgotten = [*result.params.get("skip", ())]
     entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
@@ -397,12 +373,11 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
     is_index = isinstance(index, Integral) and int(index) >= 0
     judge.expect(is_index, f"{said}, not the index of a block: count from 0")
     is_position = result.params["model"] == "toy" and index == right + FIRST_BLOCK_POSITION
-    hint = f"Blocks 0–8 stand at positions {FIRST_BLOCK_POSITION}–{FIRST_BLOCK_POSITION + 8}."
-    problem = f"{text} is its position in the model, not its number"
-    judge.expect(not is_position, f"{said}: {problem}", hint=hint)
+    problem = f"{said}: {text} is its position in the model, not its number"
+    judge.expect(not is_position, problem, hint="Blocks 0–8 stand at positions 4–12.")
     hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
-    problem = f"block {text} was wrapped or is not there"
-    judge.expect(index == right, f"{said}, but {problem}", hint=hint)
+    problem = f"{said}, but block {text} was wrapped or is not there"
+    judge.expect(index == right, problem, hint=hint)
     return judge.passing_verdict(f"block {index} stayed with the root")
 
 
@@ -410,18 +385,15 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
 def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     """Tell whether a run of fsdp_wrap with fully_shard made each of its ``blocks`` a unit.
 
-    Each unit's gradients are reduce-scattered once. Its parameters are gathered once for the
-    forward pass, and again for the backward pass unless it is the root. So the two counts differ by
-    the number of units other than the root.
-
-    Raises:
-        ValueError: the run keeps parameters after the forward pass, as the root does.
+    Raise ValueError if the run keeps parameters after the forward pass.
     """
     if not result.params["reshard_after_forward"]:
         rule = "gathers every unit once: take a run with True"
         raise ValueError(f"reshard_after_forward = False {rule}")
     gathered = _collective_count(result, "all_gather")
     reduced = _collective_count(result, "reduce_scatter")
+    # Gradients of each unit are reduce-scattered once. Parameters are gathered for the forward
+    # pass and, except the root's, again for the backward pass.
     units = gathered - reduced
     seen = f"units beside the root: {units} ({gathered} all-gathers less {reduced} reduce-scatters)"
     problem = "More than the blocks was wrapped."
@@ -434,15 +406,12 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
 
 @dataclass(frozen=True)
 class TyingCase:
-    """A question to the learner, with its answer."""
+    """A part ``block`` of a model, all modules that must be in its unit, and what is tied where."""
 
     model: nn.Module
     block: nn.Module
-    """The part of the model that becomes a unit."""
     together: set[nn.Module]
-    """What must be in that unit, ``block`` included."""
     where: str
-    """Which parameters are tied, for a message that starts with "where"."""
 
 
 @exercise
@@ -464,11 +433,10 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
         judge.expect(all(isinstance(each, nn.Module) and each in names for each in found), form)
         wrong = {"left out": case.together - {*found}, "took in": {*found} - case.together}
         # The model's own order, so that the words are the same each time.
-        said = [
-            f"{what} {', '.join(names[module] for module in names if module in modules)}"
-            for what, modules in wrong.items()
-            if modules
-        ]
+        said = []
+        for what, modules in wrong.items():
+            listed = ", ".join(names[module] for module in names if module in modules)
+            said += [f"{what} {listed}"] if listed else []
         judge.expect(not said, f"{asked} {' and '.join(said)}", hint=_tying_hint(case, found))
     return judge.passing_verdict(f"{len(cases)} models agree")
 
@@ -492,14 +460,13 @@ def tying_cases() -> list[TyingCase]:
     output.load_state_dict(embedding.state_dict(), strict=False)
     inside = "two layers inside the block share a weight"
     bias = "a layer inside it shares a bias with another block's"
-    three = "three modules share its weight"
     return [
         _tying_case("nothing is tied", "blocks.0"),
         _tying_case("the output layer has the embedding's weight", "embedding", "output"),
         _tying_case(inside, "blocks.0", "blocks.0.2", first="blocks.0.0"),
         copied,
         _tying_case(bias, "blocks.0", "blocks.1.0", first="blocks.0.2", name="bias"),
-        _tying_case(three, "output", "embedding", "heads.0"),
+        _tying_case("three modules share its weight", "output", "embedding", "heads.0"),
     ]
 
 
@@ -533,13 +500,14 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
                 "was summed and not divided": RANKS * mean,
                 "was divided but not summed": own / RANKS,
             }
-            kind, right = ("expert's", own / RANKS) if name in experts else ("shared", mean)
-            rule, hint = EXPERT_RULES[kind]
+            kind, right, rule, hint = "shared", mean, "the mean over the ranks", SHARED_HINT
+            if name in experts:
+                kind, right, hint = "expert's", own / RANKS, EXPERT_HINT
+                rule = "this rank's own, divided by the ranks"
             said = f"on rank {index}, the {kind} gradient of {name}"
             judge.expect(left[name] is not None, f"{said} is gone")
             judge.expect_close(left[name], right, said, likely, expected=rule, hint=hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s)
-    return judge.passing_verdict(
-        f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided"
-    )
+    seen = "shared gradients are the mean, the experts' their own, divided"
+    return judge.passing_verdict(f"as asked on {RANKS} ranks: {seen}")

@@ -23,7 +23,7 @@ from html import escape
 
 # NumPy's numbers are registered with these two.
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 from unittest import mock
 
 # Bound at import, because an answer may replace torch.allclose, and must not judge itself.
@@ -38,21 +38,15 @@ EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VAL
 # nbgrader sets it for the kernels of `autograde` and `validate`.
 ENV_NBGRADER = "NBGRADER_EXECUTION"
 Parameters = ParamSpec("Parameters")
-Words = TypeVar("Words", str, tuple[str, str])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check; in a notebook, the hint and the expected value open on request.
+    """The outcome of a check; in a notebook, the hint and the expected value open on request."""
 
-    Attributes:
-        state: a key of ``COLOURS``; "not judged" if the machine was too busy to tell.
-        detail: what was seen.
-        expected: what should have been seen instead, such as "4 tensors".
-        hint: where to look.
-    """
-
+    # A key of COLOURS; "not judged" if the machine was too busy to tell.
     state: str
+    # What was seen, what should have been seen instead, such as "4 tensors", and where to look.
     detail: str = ""
     expected: str = ""
     hint: str = ""
@@ -207,39 +201,6 @@ def _prevent_kernel_exit() -> AbstractContextManager[Any]:
     return mock.patch.object(shell, "ask_exit", side_effect=SystemExit) if shell else nullcontext()
 
 
-def judge_values(
-    answer: Callable[..., Any],
-    right: Callable[..., float],
-    cases: Sequence[tuple[Any, ...]],
-    hints: str | Sequence[str],
-    rel_tol: float = 0.0,
-) -> Verdict:
-    """Call the answer with each case's arguments, by name, and compare it with the right number.
-
-    ``right`` computes that number and names the arguments; ``hints`` has one hint for each case, or
-    is one for all.
-    """
-    names = inspect.signature(right).parameters
-    each_hint = [hints] * len(cases) if isinstance(hints, str) else hints
-    for case, hint in zip(cases, each_hint, strict=True):
-        arguments, expected = dict(zip(names, case, strict=True)), right(*case)
-        in_words = call_text(answer, **arguments)
-        found = call_answer(answer, in_words=in_words, **arguments)
-        said = f"{in_words} gave {value_text(found)}"
-        expect(isinstance(found, Real), f"{said}, not a number: does every path return?")
-        expect(is_number_close(found, expected, rel_tol), said, value_text(expected), hint)
-    return passing_verdict(f"{len(cases)} cases agree")
-
-
-def is_number_close(found: Any, expected: float, rel_tol: float) -> bool:
-    """Tell whether two numbers are equal, or differ by at most ``rel_tol`` of the larger."""
-    try:
-        return bool(found == expected) or math.isclose(found, expected, rel_tol=rel_tol)
-    except OverflowError:
-        # An integer of hundreds of digits is no float.
-        return False
-
-
 def answer_name(answer: object) -> str:
     """Return a function's name, or the type of another object."""
     return getattr(answer, "__name__", type(answer).__name__)
@@ -247,8 +208,15 @@ def answer_name(answer: object) -> str:
 
 def call_text(answer: object, *args: Any, **kwargs: Any) -> str:
     """Return a call as a learner would write it."""
-    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    named = [f"{name}={_argument_text(value)}" for name, value in kwargs.items()]
+    given = [*map(_argument_text, args), *named]
     return f"{answer_name(answer)}({', '.join(given)})"
+
+
+def _argument_text(value: object) -> str:
+    # repr writes 400 TFLOP/s with all its zeros.
+    is_large = isinstance(value, float) and value >= 1e6
+    return f"{value:g}" if is_large else repr(value)
 
 
 def error_text(error: BaseException) -> str:
@@ -285,13 +253,18 @@ def is_tensor_close(
     )
 
 
-def are_tensors_close(
-    got: Sequence[Tensor | None], expected: Sequence[Tensor], *, atol: float = 1e-5
-) -> bool:
-    """Tell whether each tensor is close to the one expected in its place."""
-    return len(got) == len(expected) and all(
-        is_tensor_close(one, other, atol=atol) for one, other in zip(got, expected, strict=True)
-    )
+def is_close(found: Any, right: Any, *, rtol: float = 1e-4, atol: float = 1e-6) -> bool:
+    """Tell whether numbers, tensors or lists of them agree, up to rounding."""
+    if isinstance(right, Tensor):
+        return is_tensor_close(found, right, rtol=rtol, atol=atol)
+    if isinstance(right, list):
+        agree = functools.partial(is_close, rtol=rtol, atol=atol)
+        return len(found) == len(right) and all(map(agree, found, right))
+    try:
+        return bool(found == right) or math.isclose(found, right, rel_tol=rtol, abs_tol=atol)
+    except OverflowError:
+        # An integer of hundreds of digits is no float.
+        return False
 
 
 def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor:
@@ -303,60 +276,57 @@ def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor
     return got
 
 
-def likely_mistake(
-    found: Any,
-    likely: Mapping[Words, Any],
-    is_equal: Callable[[Any, Any], bool],
-    otherwise: Words,
-) -> Words:
-    """Return the first words, or pair with a hint, whose value equals what was found."""
-    return next((words for words, value in likely.items() if is_equal(found, value)), otherwise)
-
-
 def expect_close(
-    got: Tensor,
-    right: Tensor,
+    got: Any,
+    right: Any,
     seen: str,
-    likely: Mapping[str, Tensor | tuple[Tensor, str]],
-    *,
+    likely: Mapping[str, Any],
     otherwise: str = "is wrong",
     expected: object = "",
     hint: str = "",
+    *,
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> None:
-    """Raise WrongAnswer unless a tensor is right: ``seen``, and the words of the likely mistake.
+    """Raise WrongAnswer unless a value is right: ``seen``, and the words of the likely mistake.
 
-    ``likely`` holds wrong tensors by these words, some with a hint of their own; the first that is
-    close names the mistake.
+    Values are those of ``is_close``. ``likely`` holds wrong ones by these words, or pairs of one
+    and its own hint; the first that is close names the mistake.
     """
-    if is_tensor_close(got, right, rtol=rtol, atol=atol):
+    if is_close(got, right, rtol=rtol, atol=atol):
         return
-    for words, wrong in likely.items():
-        tensor, own_hint = wrong if isinstance(wrong, tuple) else (wrong, hint)
-        if is_tensor_close(got, tensor, rtol=rtol, atol=atol):
-            raise WrongAnswer(f"{seen} {words}", expected=str(expected), hint=own_hint)
-    raise WrongAnswer(f"{seen} {otherwise}", expected=str(expected), hint=hint)
+    words, shown_hint = otherwise, hint
+    for each, mistake in likely.items():
+        wrong, own_hint = mistake if isinstance(mistake, tuple) else (mistake, hint)
+        if is_close(got, wrong, rtol=rtol, atol=atol):
+            words, shown_hint = each, own_hint
+            break
+    raise WrongAnswer(f"{seen} {words}", expected=str(expected), hint=shown_hint)
 
 
 def judge_cases(
-    answer: Callable[..., Any], right: Callable[..., float], cases: Sequence[tuple[Any, ...]]
+    answer: Callable[..., Any],
+    right: Callable[..., float],
+    cases: Sequence[tuple[Any, ...]],
+    likely: Callable[..., Mapping[str, float]] = lambda *values: {},
+    rtol: float = 1e-6,
 ) -> Verdict:
     """Compare the answer's numbers with the right ones, up to rounding, so that the order of
     operations is free.
 
-    A case holds the arguments of ``right``, which names them, and a hint.
+    A case holds the arguments of ``right``, which names them, and a hint. ``likely`` returns wrong
+    numbers for the same arguments, by words that name the mistake.
     """
     for *values, hint in cases:
         arguments = dict(zip(inspect.signature(right).parameters, values, strict=True))
         asked, expected = call_text(answer, **arguments), right(*values)
         found = call_answer(answer, in_words=asked, **arguments)
-        seen = f"{asked} gave {value_text(found)}"
-        expect(isinstance(found, Real), f"{seen}, not a number: does every path return?")
-        try:
-            close = math.isclose(found, expected, rel_tol=1e-6)
-        except OverflowError:
-            # An integer may be too large for a float.
-            close = False
-        expect(close, seen, f"{expected:,.6g}", hint)
+        shown = value_text(found)
+        no_number = f"{asked} gave {shown}, not a number: does every path return?"
+        expect(isinstance(found, Real), no_number)
+        exact = isinstance(expected, Integral)
+        wanted = value_text(expected) if exact else f"{expected:,.6g}"
+        mistakes = {f"{shown}, {words}": value for words, value in likely(*values).items()}
+        said = f"{asked} gave"
+        expect_close(found, expected, said, mistakes, shown, wanted, hint, rtol=rtol, atol=0)
     return passing_verdict(f"{len(cases)} cases agree")

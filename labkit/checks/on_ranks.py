@@ -41,10 +41,9 @@ def judge_on_ranks(
 ) -> list[dict[str, Any]]:
     """Run answers on CPU ranks, judge each rank's output in this process, and return the outputs.
 
-    The module ``lab`` in checks/ranks calls ``run_answer(*answers, **setup)``; JSON has to hold
-    ``setup``. ``judge`` gets a rank's index and output; ``name_rank`` puts "on rank …" in front of
-    its WrongAnswer. If ranks wait for each other the verdict asks ``waiting``; ``hints`` holds
-    advice by a part of a rank's error text.
+    The module ``lab`` in checks/ranks calls ``run_answer(*answers, **setup)``. ``name_rank`` puts
+    "on rank …" in front of a WrongAnswer of ``judge``. If ranks wait for each other the verdict
+    asks ``waiting``; ``hints`` holds advice by a part of a rank's error text.
     """
     for answer in answers:
         judging.raise_if_not_attempted(answer)

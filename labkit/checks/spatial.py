@@ -39,12 +39,11 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
         return width // 4 // 2**stage // ranks
 
     hint = "The stem divides by 4, each later stage by 2 more, and the ranks share what is left."
-    cases = [(256, 1, 0), (256, 4, 0), (256, 4, 1), (1024, 4, 3)]
-    verdict = judge.judge_values(answer, right_columns, cases, hint)
-    # judge_values compares by ==, which lets the float 8.0 pass.
+    cases = [(256, 1, 0, hint), (256, 4, 0, hint), (256, 4, 1, hint), (1024, 4, 3, hint)]
+    verdict = judge.judge_cases(answer, right_columns, cases)
+    # The float 8.0 equals 8, and so passes until here.
     arguments: dict[str, Any] = {"width": 256, "ranks": 4, "stage": 1}
-    found = judge.call_answer(answer, **arguments)
-    asked = judge.call_text(answer, **arguments)
+    found, asked = judge.call_answer(answer, **arguments), judge.call_text(answer, **arguments)
     said = f"{asked} gave {value_text(found)}, a {type(found).__name__}"
     expect(isinstance(found, Integral), said, 8, "Columns are counted: // divides whole numbers.")
     return verdict
@@ -89,7 +88,7 @@ def halo_bytes(answer: Callable[..., int]) -> Verdict:
 
     hint = "A k x k kernel reaches (k - 1) / 2 columns over the cut; a float32 number has 4 bytes."
     cases = [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)]
-    return judge.judge_values(answer, right_bytes, cases, hint)
+    return judge.judge_cases(answer, right_bytes, [(*case, hint) for case in cases])
 
 
 @exercise
@@ -169,20 +168,20 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
         return 48 * batch * channels * height * width
 
     hint = "Go from left to right. Between the 1 x 1 convolutions channels are fourfold."
-    cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
-    return judge.judge_values(answer, right_bytes, cases, hint)
+    cases = [(1, 1, 1, 1, hint), (2, 32, 32, 64, hint), (2, 64, 16, 8, hint)]
+    return judge.judge_cases(answer, right_bytes, cases)
 
 
 @exercise
 def strip_step_s(answer: Callable[..., float]) -> Verdict:
     """Seconds of a step with strips, from the arguments of ``theory.spatial.strip_step_s``."""
-    cases = [(1.0, 4, 0, 0, 0.0, 0.0), (1.0, 2, 10, 0, 0.01, 0.0), (1.0, 2, 10, 1000, 0.01, 1e-5)]
-    hints = [
-        "The ranks share the arithmetic.",
-        "Each message costs its latency alpha once.",
-        "Each message costs beta for each of its bytes, beside alpha.",
+    per_byte = "Each message costs beta for each of its bytes, beside alpha."
+    cases = [
+        (1.0, 4, 0, 0, 0.0, 0.0, "The ranks share the arithmetic."),
+        (1.0, 2, 10, 0, 0.01, 0.0, "Each message costs its latency alpha once."),
+        (1.0, 2, 10, 1000, 0.01, 1e-5, per_byte),
     ]
-    return judge.judge_values(answer, spatial.strip_step_s, cases, hints, rel_tol=1e-6)
+    return judge.judge_cases(answer, spatial.strip_step_s, cases)
 
 
 def _judge_sent_bytes(index: int, moved: int, *, passes: int = 1) -> None:
@@ -256,11 +255,10 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
             "with the other neighbour's gradient added": own_part + swapped,
             "with the halo's gradient added that should have been sent": own_part + kept,
         }
-        seen = judge.likely_mistake(part, likely, _is_close, otherwise=_halo_fault(part))
         more = f" plus what rank {owner} sends" if 0 <= owner < RANKS else ": no rank is beyond"
-        said = f"{what}the {side} {HALO} columns are {seen}"
-        is_right = _is_close(part, expected[..., columns])
-        expect(is_right, said, f"this rank's own gradient{more}", hint)
+        right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"
+        other = _halo_fault(part)
+        judge.expect_close(part, expected[..., columns], said, likely, other, right, hint)
     said = f"{what}the columns between are wrong"
     expect(_is_close(got, expected), said, hint="Only the outer columns change.")
 

@@ -30,14 +30,13 @@ EARLY_EXIT_TEXT = "ended before the function returned: does it call exit()?"
 class Config:
     """The answers, and the function that calls them."""
 
+    # Each rank saves its output beside the pickled answers.
     folder: str = ""
-    """Folder with the pickled answers, where each rank saves its output."""
+    # SHA-256 of the file with the answers; no other file is unpickled.
     digest: str = ""
-    """SHA-256 of the file with the answers; no other file is unpickled."""
+    # Module of run_answer, beside this one, such as "fsdp", and its keyword arguments as JSON.
     lab: str = ""
-    """Module of ``run_answer``, beside this one, such as "fsdp"."""
     setup: str = "{}"
-    """Keyword arguments of ``run_answer``, as JSON."""
 
 
 def main(config: Config) -> None:

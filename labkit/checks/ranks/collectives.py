@@ -18,9 +18,8 @@ VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is a key of ``VECTOR_LENGTHS``, or "train" for a training loop.
 
-    Returns:
-        ``got``, the answer's tensors or the names of other types; ``handed``, bytes by operation;
-        ``gloo``, the results of gloo's all-reduce. For "train" ``got`` holds the parameters, alone.
+    Return ``got``, the answer's tensors or the names of other types, or the trained parameters;
+    for vectors also ``handed``, bytes by operation, and ``gloo``, results of gloo's all-reduce.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
@@ -73,9 +72,8 @@ def train_all_ranks(
 ) -> list[list[Tensor]]:
     """Simulate data-parallel training in this process and return the parameters of every rank.
 
-    The options simulate mistakes: ranks that start from different weights, use their own gradients
-    instead of the mean, scale gradients by ``factor``, or do not clear them between steps. With
-    ``zero_last`` the last layer's weight begins as zeros.
+    The options are mistakes: weights of each rank's own, no mean, a factor, gradients not cleared.
+    With ``zero_last`` the last layer's weight begins as zeros.
     """
     models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
     for model in models if zero_last else []:

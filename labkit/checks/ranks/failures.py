@@ -27,10 +27,9 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     """Let the answer record two real collectives and two mock ones.
 
-    Returns:
-        ``sums`` and ``log`` entries of the real ones; ``handle``, type of the asynchronous result;
-        ``during``, the log while the third call runs; ``swallowed``, whether the error of the
-        fourth was lost; ``after``, its entry then.
+    Return ``sums`` and ``log`` of the real ones; ``handle``, type of the asynchronous result; the
+    log ``during`` the third call; whether the last one's error was ``swallowed``, and its entry
+    ``after``.
     """
     log: list[Any] = []
     summed, largest = torch.ones(3), torch.full((2, 2), 1.0 + dist.get_rank())

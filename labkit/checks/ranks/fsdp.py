@@ -16,12 +16,9 @@ WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
 
 
 def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
-    """Call the answer; ``what`` is "experts" or "units"."""
-    return run_small_fsdp(answer) if what == "units" else run_expert_gradients(answer)
-
-
-def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
-    """Call the answer on a model and its experts; return its gradients by parameter."""
+    """Return results of ``run_small_fsdp`` for "units", for "experts" the gradients it leaves."""
+    if what == "units":
+        return run_small_fsdp(answer)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     answer(model, {parameters[name] for name in expert_names(model)}, dist.get_world_size())
@@ -31,18 +28,17 @@ def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
 def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
-    Returns:
-        ``shards`` of all ranks or the names of other types. If their shape is right, also
-        ``outputs`` of both steps; ``gradients`` and collective calls ``sent`` of the first; bytes
-        per unit of full parameters ``held`` by moment, and of full gradients ``left`` at the end.
+    Return ``shards`` of all ranks, or names of other types. If their shape is right, also
+    ``outputs`` of both steps, ``gradients`` and collectives ``sent`` in the first, and per unit
+    bytes of full parameters ``held`` by moment and of full gradients ``left`` at the end.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
     shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
-    given: list[Any] = [type(each).__name__ for each in shards]
-    for place, shard in enumerate(shards):
-        if isinstance(shard, nn.Parameter):
-            given[place] = shard.detach().clone()
+    given: list[Any] = [
+        each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__
+        for each in shards
+    ]
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, given)
     # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
@@ -83,10 +79,8 @@ def two_units() -> list[nn.Sequential]:
     """Return two units, equal on all ranks, of 49 elements each: 2 ranks need padding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return [
-            nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
-            for _ in range(2)
-        ]
+        layers = [(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
+    return [nn.Sequential(*each) for each in layers]
 
 
 def rank_batch(index: int) -> tuple[Tensor, Tensor]:

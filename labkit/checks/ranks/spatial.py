@@ -15,9 +15,8 @@ HALO, COLUMNS = 3, 8
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer on a task of ``rank_tasks``; "function" asks for both passes.
 
-    Returns:
-        ``got``, the answer's tensor or the name of another type; ``moved``, bytes passed to sends
-        and collectives; ``grad``, the gradient of the strip, for "function" only.
+    Return ``got``, the answer's tensor or the name of another type; ``moved``, bytes passed to
+    sends and collectives; and for "function" ``grad``, the gradient of the strip.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     is_function = what == "function"
