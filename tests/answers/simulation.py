@@ -3,6 +3,7 @@
 from answers import Exercise, changed
 from labkit_simulate import checks
 
+HOSTS = "fewest_hosts(shared_bytes={}, own_bytes={}, budget_bytes={}) gave {}"
 RING = (
     "ring_s(shard_bytes={}, hosts={}, nproc={}, inside=AlphaBeta(alpha_s=2.0, beta_s_per_byte=0.5), "
     "between=AlphaBeta(alpha_s=10.0, beta_s_per_byte=6.0)) gave {}"
@@ -13,9 +14,9 @@ EXERCISES = [
         "fewest_hosts",
         checks.fewest_hosts,
         {
-            "fewest_hosts(shared_bytes=1280.0, own_bytes=0.0, budget_bytes=40.0) gave 32": "return math.ceil(shared_bytes / (budget_bytes - own_bytes))",
-            "fewest_hosts(shared_bytes=1280.0, own_bytes=20.0, budget_bytes=60.0) gave 2": "return int(shared_bytes / budget_bytes / 8)",
-            "fewest_hosts(shared_bytes=1281.0, own_bytes=20.0, budget_bytes=60.0) gave 4": "return int(shared_bytes // (8 * (budget_bytes - own_bytes)))",
+            HOSTS.format(1280.0, 0.0, 40.0, 32): "return math.ceil(shared_bytes / (budget_bytes - own_bytes))",
+            HOSTS.format(1280.0, 20.0, 60.0, 2): "return int(shared_bytes / budget_bytes / 8)",
+            HOSTS.format(1281.0, 20.0, 60.0, 4): "return int(shared_bytes // (8 * (budget_bytes - own_bytes)))",
             "fewest_hosts(640.0, 60.0, 60.0) raised": "return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))",
         },
     ),
@@ -30,9 +31,7 @@ EXERCISES = [
             RING.format(4.0, 2, 8, 68.0): changed(
                 "06", "ring_s", ("max(inside.beta_s_per_byte, card)", "inside.beta_s_per_byte")
             ),
-            RING.format(4.0, 1, 8, 32.0): changed(
-                "06", "ring_s", ("hosts * nproc - 1", "hosts * nproc")
-            ),
+            RING.format(4.0, 1, 8, 32.0): changed("06", "ring_s", ("hosts * nproc - 1", "hosts * nproc")),
             RING.format(0.0, 3, 4, 22.0): changed(
                 "06",
                 "ring_s",
@@ -45,7 +44,9 @@ EXERCISES = [
         "forward_s",
         checks.forward_s,
         {
-            "forward_s(gathers_s=[1.0, 1.0, 1.0], computes_s=[3.0, 3.0, 3.0]) gave 12.0": "return sum(gathers_s) + sum(computes_s)",
+            "forward_s(gathers_s=[1.0, 1.0, 1.0], computes_s=[3.0, 3.0, 3.0]) gave 12.0": (
+                "return sum(gathers_s) + sum(computes_s)"
+            ),
             "forward_s(gathers_s=[1.0], computes_s=[2.0]) gave 2.0": "return max(sum(gathers_s), sum(computes_s))",
             "forward_s(gathers_s=[1.0, 1.0, 5.0], computes_s=[4.0, 1.0, 1.0]) gave 8.0": changed(
                 "06", "forward_s", ("max(gathered, ends[-2]) + gather_s", "gathered + gather_s")
