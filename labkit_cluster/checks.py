@@ -2,22 +2,18 @@
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from labkit.checks.judge import (
-    Verdict,
-    WrongAnswer,
-    answer_name,
-    call_answer,
-    exercise,
-    passing_verdict,
-    value_text,
-)
+from labkit.checks import judge
+from labkit.checks.judge import Verdict, exercise
 from labkit_cluster import theory
 
 LAB = "hosts"
-TOLERANCE = 1e-6
+# Any order of the operations is right, so rounding may differ.
+is_close = partial(judge.is_number_close, rel_tol=1e-6)
 
 
 @exercise
@@ -25,142 +21,94 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
     """Exercise 1: (index of the host, local rank) of a rank, from (rank, nproc)."""
     for rank, nproc in ((0, 4), (3, 4), (4, 4), (11, 4), (5, 1), (13, 8)):
         right = theory.host_and_local_rank(rank, nproc)
-        asked = f"{answer_name(answer)}({rank}, nproc={nproc})"
-        found = call_answer(answer, rank, nproc, in_words=asked)
-        if found is None or (tuple(found) if isinstance(found, list | tuple) else found) != right:
-            said = f"{asked} gave {value_text(found)}"
-            if isinstance(found, list | tuple) and tuple(found) == right[::-1]:
-                raise WrongAnswer(
-                    f"{said}: the local rank first",
-                    expected=f"{right}",
-                    hint="The host comes first.",
-                )
-            raise WrongAnswer(
-                said,
-                expected=f"{right}",
-                hint="Ranks 0 to nproc - 1 are on host 0. Count on.",
-            )
-    return passing_verdict("6 ranks placed")
+        found = judge.call_answer(answer, rank, nproc=nproc)
+        said = f"{judge.call_text(answer, rank, nproc=nproc)} gave {judge.value_text(found)}"
+        # A list of two is as good as a tuple.
+        place = tuple(found) if isinstance(found, list | tuple) else found
+        is_reversed = place == right[::-1] != right
+        judge.expect(not is_reversed, f"{said}: the local rank first", right, "The host is first.")
+        judge.expect(place == right, said, right, "Ranks 0 to nproc - 1 are on host 0. Count on.")
+    return judge.passing_verdict("6 ranks placed")
 
 
 @exercise
 def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: bytes that leave one host in a step, from (parameter_bytes, hosts, nproc,
-    hybrid).
-    """
-    for size, hosts, nproc, hybrid in (
-        (1200.0, 2, 2, False),
-        (1200.0, 2, 2, True),
-        (1200.0, 3, 4, True),
-        (1200.0, 3, 4, False),
-    ):
+    """Exercise 2: bytes out of a host in a step, from (parameter_bytes, hosts, nproc, hybrid)."""
+    size, cases = 1200.0, [(2, 2, False), (2, 2, True), (3, 4, True), (3, 4, False)]
+    for hosts, nproc, hybrid in cases:
         right = theory.host_egress_bytes(size, hosts, nproc, hybrid=hybrid)
-        asked = f"{answer_name(answer)}({size:g}, hosts={hosts}, nproc={nproc}, hybrid={hybrid})"
-        found = call_answer(answer, size, hosts, nproc, hybrid, in_words=asked)
-        if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of bytes")
-        if abs(found - right) <= TOLERANCE * right:
-            continue
-        ranks = hosts * nproc
-        likely = {
-            3 * size: "A ring of n ranks sends (n - 1) / n of the tensor for each of the three.",
-            2 * (ranks - 1) / ranks * size: (
-                "Parameters are gathered twice: before the forward and the backward pass."
-            ),
-            (ranks - 1) / ranks * size: "That is one of the three collectives.",
-            2
-            * (hosts - 1)
-            / hosts
-            * size
-            / nproc: "Each of the host's ranks reduces a shard of its own.",
-            2
-            * (ranks - 1)
-            / ranks
-            * size
-            * nproc: "Only one rank of a host sends to another host.",
-            2 * size: "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.",
-        }
-        hint = next(
-            (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""
-        )
+        asked = judge.call_text(answer, size, hosts=hosts, nproc=nproc, hybrid=hybrid)
+        found = judge.call_answer(answer, size, hosts, nproc, hybrid, in_words=asked)
         way = "HSDP" if hybrid else "FSDP over all ranks"
-        raise WrongAnswer(f"with {way}, {asked} gave {found:g}", expected=f"{right:g}", hint=hint)
-    return passing_verdict("4 cases agree")
+        said = f"with {way}, {asked} gave {judge.value_text(found)}"
+        judge.expect(isinstance(found, Real), said, "a number of bytes")
+        # The parts of a tensor that leave a rank in a ring of all ranks, and in one of the hosts.
+        ring, between = 1 - 1 / (hosts * nproc), 1 - 1 / hosts
+        likely = {
+            "A ring of n ranks sends (n - 1) / n of the tensor for each of the three.": 3 * size,
+            "Parameters are gathered twice: before forward and before backward.": 2 * ring * size,
+            "That is one of the three collectives.": ring * size,
+            "Each of the host's ranks reduces a shard of its own.": 2 * between * size / nproc,
+            "Only one rank of a host sends to another host.": 2 * ring * size * nproc,
+            "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.": 2 * size,
+        }
+        hint = judge.likely_mistake(found, likely, is_close, "")
+        judge.expect(is_close(found, right), said, judge.value_text(right), hint)
+    return judge.passing_verdict(f"{len(cases)} cases agree")
 
 
 @exercise
 def newest_complete(answer: Callable[..., Any]) -> Verdict:
     """Exercise 3: the newest checkpoint in a folder that was written to its end, or None."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        if (
-            found := call_answer(
-                answer, folder, in_words=f"{answer_name(answer)} of an empty folder"
-            )
-        ) is not None:
-            raise WrongAnswer(
-                f"of an empty folder it gave {value_text(found)}",
-                expected="None: begin anew",
-            )
+        folder, name = Path(place), judge.answer_name(answer)
+        found = judge.call_answer(answer, folder, in_words=f"{name} of an empty folder")
+        said = f"of an empty folder it gave {judge.value_text(found)}"
+        judge.expect(found is None, said, "None: begin at step 0")
         for step in (9, 10, 11):
-            (folder / f"step_{step}").mkdir()
-            (folder / f"step_{step}" / "__0_0.distcp").write_bytes(b"a shard")
+            checkpoint = folder / f"step_{step}"
+            checkpoint.mkdir()
+            (checkpoint / "__0_0.distcp").write_bytes(b"a shard")
+            # A save that is cut off has shards, but no table of them.
             if step < 11:
-                (folder / f"step_{step}" / ".metadata").write_bytes(b"the table")
-        asked = f"{answer_name(answer)} of step_9, step_10, and step_11 without .metadata"
-        found = call_answer(answer, folder, in_words=asked)
-        name = Path(found).name if isinstance(found, str | Path) else ""
-        if name == "step_10" and (folder / name) == Path(found):
-            return passing_verdict("the newest of two complete ones, beside one that was cut off")
-        if name == "step_11":
-            hint = "A save writes .metadata last. Without it the save was cut off."
-            raise WrongAnswer("it gave step_11, which was cut off", expected="step_10", hint=hint)
-        if name == "step_9":
-            hint = (
-                "As text, 'step_9' comes after 'step_10'. Compare numbers:"
-                " int(path.name.split('_')[1])."
-            )
-            raise WrongAnswer("it gave step_9, and step_10 is newer", expected="step_10", hint=hint)
-        if name == "step_10" or name == ".metadata":
-            raise WrongAnswer(
-                f"it gave {value_text(found)}",
-                expected="the path of the folder step_10, inside folder",
-            )
-        raise WrongAnswer(f"it gave {value_text(found)}", expected="the folder step_10")
+                (checkpoint / ".metadata").write_bytes(b"the table")
+        asked = f"{name} of step_9, step_10, and step_11 without .metadata"
+        found = judge.call_answer(answer, folder, in_words=asked)
+    name = Path(found).name if isinstance(found, str | Path) else ""
+    cut_off = "A save writes .metadata last. Without it the save was cut off."
+    judge.expect(name != "step_11", "it gave step_11, which was cut off", "step_10", cut_off)
+    as_text = "As text, 'step_9' comes after 'step_10'. Compare int(path.name.split('_')[1])."
+    judge.expect(name != "step_9", "it gave step_9, and step_10 is newer", "step_10", as_text)
+    is_right = bool(name) and Path(found) == folder / "step_10"
+    judge.expect(is_right, f"it gave {judge.value_text(found)}", "the path of step_10 in folder")
+    return judge.passing_verdict("the newest of two complete ones, beside one that was cut off")
 
 
 @exercise
 def interval_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: seconds between two saves, from (save_s, between_failures_s), so that the least
-    time is lost.
+    """Exercise 4: seconds between two saves at which the least time is lost, from (save_s,
+    between_failures_s).
     """
-    for save_s, between_s in ((2.0, 10_000.0), (60.0, 11_136.0), (1.0, 86_400.0)):
+    cases = [(2.0, 10_000.0), (60.0, 11_136.0), (1.0, 86_400.0)]
+    for save_s, between_s in cases:
         right = theory.checkpoint_interval_s(save_s, between_s)
-        asked = f"{answer_name(answer)}({save_s:g}, {between_s:g})"
-        found = call_answer(answer, save_s, between_s, in_words=asked)
-        if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of seconds")
-        if abs(found - right) <= TOLERANCE * right:
-            continue
-        least, lost = (
-            (theory.checkpoint_overhead_share(each, save_s, between_s) for each in (right, found))
-            if found > 0
-            else (0, 0)
-        )
+        asked = judge.call_text(answer, save_s, between_s)
+        found = judge.call_answer(answer, save_s, between_s, in_words=asked)
+        said = f"{asked} gave {judge.value_text(found)}"
+        judge.expect(isinstance(found, Real), said, "a number of seconds")
+        expected, product = f"{right:g} s", save_s * between_s
+        # The loss of time shows how much, or how little, the mistake matters.
+        if found > 0:
+            lost, least = (
+                f"{theory.checkpoint_overhead_share(each, save_s, between_s):.1%}"
+                for each in (found, right)
+            )
+            said, expected = f"{said}: that loses {lost} of the time", f"{expected}, with {least}"
         likely = {
-            (save_s * between_s)
-            ** 0.5: "A failure costs half an interval on average, not a whole one.",
-            (2 * save_s / between_s) ** 0.5: "That is the part of the time which is lost, at best.",
-            2 * save_s * between_s: (
-                "Set the derivative to zero, and solve for the interval itself."
-            ),
+            "A failure costs half an interval on average, not a whole one.": product**0.5,
+            "That is the least part of the time that is lost.": (2 * save_s / between_s) ** 0.5,
+            "Set the derivative to zero, and solve for the interval itself.": 2 * product,
         }
-        hint = next(
-            (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""
-        )
-        cost = f": that loses {lost:.1%} of the time" if found > 0 else ""
-        best = f", which loses {least:.1%}" if found > 0 else ""
-        raise WrongAnswer(
-            f"{asked} gave {found:g} s{cost}", expected=f"{right:g} s{best}", hint=hint
-        )
-    return passing_verdict("3 cases agree")
+        hint = judge.likely_mistake(found, likely, is_close, "")
+        judge.expect(is_close(found, right), said, expected, hint)
+    return judge.passing_verdict(f"{len(cases)} cases agree")

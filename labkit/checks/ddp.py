@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
@@ -23,11 +23,12 @@ MIB = 2**20
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
 FUTURE_HINT = "return a future of a tensor: handle.get_future().then(…)"
 HOOK_HINTS = dict.fromkeys(["register_comm_hook", "Future", "communication hook"], FUTURE_HINT)
-judge_on_pair = partial(judge_on_ranks, "ddp", ranks=RANKS, waiting=WAIT_HINT)
+judge_on_pair = partial(judge_on_ranks, "ddp", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
 SUM = "the sum over the ranks"
 TWICE = "the sum, divided twice"
 OWN = "this rank's own"
 ORDER_HINT = "Wait for the bucket before you read it; cut it in the order of filling."
+# Programs, as kind and buffers of each line: the lines that use a buffer too early; a hint.
 PROGRAM_CASES: dict[str, tuple[list[int], str]] = {
     "extern a x, collective a, extern b x, wait a, other a b": ([], "Other buffers may be used."),
     "extern a x, collective a, other a": ([3], "Nothing waits for a before it is returned."),
@@ -39,44 +40,42 @@ PROGRAM_CASES: dict[str, tuple[list[int], str]] = {
     "collective a, collective a, wait a, other a": ([2], "A second request uses the buffer early."),
     "collective a b, kernel a b, wait a, wait b, other": ([2], "Name a line once."),
 }
-"""Programs, as kind and buffers of each line: the lines that use a buffer too early; a hint."""
 
 
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
     """Exercise 1: (alpha, beta) from (rounds, total_bytes), seconds of rounds by message count."""
+    asked = f"{judge.answer_name(answer)} of a network with known alpha and beta"
     for network, total, counts in (
         (AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)),
         (AlphaBeta(5e-6, 3e-8), 4096, (2, 8)),
     ):
         times = {count: network.seconds(total, messages=count) for count in counts}
-        # Rounds of 2.7, 1 and 0.9 times the time: their median is right, their mean is not.
-        rounds = {count: [2.7 * times[count], times[count], 0.9 * times[count]] for count in counts}
-        asked = f"{judge.answer_name(answer)} of a network with known alpha and beta"
+        # The median of these rounds is right, their mean and their fastest are not.
+        rounds = {count: [2.7 * each, each, 0.9 * each] for count, each in times.items()}
+        # In falling order of counts, because an answer may not rely on the order of a dict.
         found = judge.call_answer(answer, dict(reversed(rounds.items())), total, in_words=asked)
         alpha, beta = _as_floats(found, 2, asked, "Return alpha, beta.")
-        right = (network.alpha_s, network.beta_s_per_byte)
+        right = torch.tensor([network.alpha_s, network.beta_s_per_byte]).double()
         few, many = min(counts), max(counts)
-        with_bytes, with_latency = times[many] / many, times[few] / total
+        # A difference of times leaves out the bytes; of one time, they are inside.
+        with_bytes = right.new_tensor([times[many] / many, beta])
+        with_latency = right.new_tensor([alpha, times[few] / total])
         median, rest = "Take each count's median round.", "beta = (time - messages * alpha) / bytes"
         likely = {
-            "beta first": ([right[1], right[0]], "Return alpha, then beta."),
-            "the numbers of the fastest round": ([0.9 * right[0], 0.9 * right[1]], median),
-            "the numbers of the mean round": ([4.6 / 3 * right[0], 4.6 / 3 * right[1]], median),
-            "an alpha that has bytes inside": ([with_bytes, beta], "A difference has no bytes."),
-            "a beta that has latency inside": ([alpha, with_latency], rest),
-            "the right alpha and another beta": ([right[0], beta], rest),
+            "beta first": (right.flip(0), "Return alpha, then beta."),
+            "the numbers of the fastest round": (0.9 * right, median),
+            "the numbers of the mean round": (4.6 / 3 * right, median),
+            "an alpha that has bytes inside": (with_bytes, "A difference has no bytes."),
+            "a beta that has latency inside": (with_latency, rest),
+            "the right alpha and another beta": (right.new_tensor([right[0], beta]), rest),
         }
+        pair, wants = right.new_tensor([alpha, beta]), f"({right[0]:.3g}, {right[1]:.3g})"
+        said, wrong = f"{asked} gave ({alpha:.3g}, {beta:.3g}),", "which is wrong"
+        hint = "Alpha is what additional messages cost; beta is what is left, for each byte."
+        tolerances = {"rtol": 1e-3, "atol": 0.0}
         judge.expect_close(
-            torch.tensor([alpha, beta]).double(),
-            torch.tensor(right).double(),
-            f"{asked} gave ({alpha:.3g}, {beta:.3g}),",
-            {words: (torch.tensor(each), hint) for words, (each, hint) in likely.items()},
-            otherwise="which is wrong",
-            expected=f"({right[0]:.3g}, {right[1]:.3g})",
-            hint="Alpha is what additional messages cost; beta is what is left, for each byte.",
-            rtol=1e-3,
-            atol=0,
+            pair, right, said, likely, otherwise=wrong, expected=wants, hint=hint, **tolerances
         )
     return judge.passing_verdict("2 networks agree, though some rounds were disturbed")
 
@@ -107,6 +106,7 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
     ]
     for sizes, bucket_mb, first_mb, hint in cases:
         asked = f"{judge.answer_name(answer)}({sizes}, bucket_mb={bucket_mb}, first_mb={first_mb})"
+        # A copy, because the answer may change its list.
         found = judge.call_answer(answer, [*sizes], bucket_mb, first_mb, in_words=asked)
         right = theory.bucket_plan(sizes, bucket_mb, first_mb)
         _expect_bucket_form(found, asked, sizes)
@@ -118,13 +118,12 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
     """Expect a list of lists that holds each position once, in order."""
     said = f"{asked} gave {judge.value_text(found)}:"
     is_list = isinstance(found, list) and all(isinstance(bucket, list) for bucket in found)
-    hint = "Return a list of buckets, and a bucket is a list of positions."
-    judge.expect(is_list, f"{said} no list of lists", hint=hint)
-    flat = [*chain(*found)]
+    flat = [*chain(*found)] if is_list else [None]
     are_whole = all(isinstance(position, Integral) for position in flat)
-    judge.expect(are_whole, f"{said} positions are whole numbers", hint="Use enumerate(sizes).")
-    problem = f"{said} each of {len(sizes)} positions must be in one bucket"
+    hint = "A bucket is a list of positions, as enumerate(sizes) gives them; return all in a list."
+    judge.expect(are_whole, f"{said} no list of lists of whole numbers", hint=hint)
     are_complete = sorted(flat) == [*range(len(sizes))]
+    problem = f"{said} each of {len(sizes)} positions must be in one bucket"
     judge.expect(are_complete, problem, hint="Append positions, not sizes; lose none.")
     hint = "A gradient would wait for one that is ready later."
     judge.expect(flat == sorted(flat), f"{said} the order changed", hint=hint)
@@ -134,10 +133,8 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
 
 @exercise
 def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 8: the fewest buckets of at most ``limit`` bytes, from (sizes, limit).
-
-    Positions stay in order. A larger gradient has a bucket of its own.
-    """
+    """Exercise 8: the fewest buckets of at most ``limit`` bytes, in order, from (sizes, limit)."""
+    # Sizes, the limit, and the fewest buckets; a gradient above the limit has one of its own.
     cases: list[tuple[list[int], int, int]] = [
         ([4], 10, 1),
         ([4, 4, 4], 10, 2),
@@ -169,50 +166,51 @@ def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
 def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 3: average gradients in buckets while the backward pass runs, on 2 real ranks."""
     own = [[_device_gradients([(rank, step)]) for rank in range(RANKS)] for step in range(2)]
-    mean = [[sum(each) / RANKS for each in zip(*ranks, strict=True)] for ranks in own]
-    sizes = [gradient.nbytes for gradient in reversed(mean[0])]
+    mean = [torch.stack(ranks).mean(0) for ranks in own]
+    # Gradients are ready from the last parameter to the first.
+    sizes = [each.nbytes for each in reversed([*ranks_ddp.make_linear_model().parameters()])]
     plan = assign_buckets(sizes, ranks_ddp.LIMIT_BYTES)
     buckets = [sum(sizes[position] for position in bucket) for bucket in plan]
+    add = "An all-reduce adds up. The mean is the sum, divided by the ranks."
+    once = "Divide once: before the all-reduce, or after it."
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
+        first_waits = sent["passes"][0]["seen"].count("waited")
         for step, (passage, right) in enumerate(zip(sent["passes"], mean, strict=True)):
-            where, seen = f"on rank {index}, in backward pass {step},", passage["seen"]
+            where, seen = f"in backward pass {step},", passage["seen"]
             asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
             # Wrong buckets would explain wrong gradients, so they come first.
             _judge_all_reduces(where, asked, sizes, buckets)
-            add = "An all-reduce adds up. The mean is the sum, divided by the ranks."
             likely = {
-                SUM: (right, RANKS, add),
-                TWICE: (right, 1 / RANKS, "Divide once: before the all-reduce, or after it."),
-                OWN: (own[step][index], 1, ORDER_HINT),
-                f"{OWN}, divided": (own[step][index], 1 / RANKS, ORDER_HINT),
+                SUM: (RANKS * right, add),
+                TWICE: (right / RANKS, once),
+                OWN: (own[step][index], ORDER_HINT),
+                f"{OWN}, divided": (own[step][index] / RANKS, ORDER_HINT),
             }
-            _judge_gradients(where, passage["gradients"], right, likely)
+            _judge_gradients(passage["gradients"], right, likely, where=f"{where} ")
             # Right gradients may still have been sent late, or waited for too early.
             last = len(seen) - 1 - seen[::-1].index("gradient")
+            # The last gradient completes the last bucket; the first bucket can leave before it.
             overlap = any(event.startswith("asked") for event in seen[:last])
             hint = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
             said = f"{where} the first bucket left after the last gradient was there"
             judge.expect(overlap, said, hint=hint)
             early = seen.index("waited") if "waited" in seen[:last] else last
-            left = seen[early:].count("gradient")
             hint = "Ask with async_op=True, keep the handle, and wait after the last gradient."
+            left = seen[early:].count("gradient")
             said = f"{where} the rank waited while {left} gradients were still to come"
             judge.expect(early == last, said, hint=hint)
             # A handle that was kept is waited for again in the next pass.
-            waits, before = seen.count("waited"), sent["passes"][0]["seen"].count("waited")
-            hint = "Forget the buckets on their way once they have arrived: they stay in memory."
-            said = f"{where} the rank waited {waits} times, before {before}"
-            judge.expect(waits <= before, said, hint=hint)
+            waits, hint = seen.count("waited"), "Forget buckets that have arrived."
+            said = f"{where} the rank waited {waits} times, before {first_waits}"
+            judge.expect(waits <= first_waits, said, hint=hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="small_ddp")
     passed = f"in {len(buckets)} buckets that leave while gradients are still to come"
     return judge.passing_verdict(f"the mean on {RANKS} ranks, {passed}")
 
 
-def _judge_all_reduces(
-    where: str, asked: list[int], sizes: Sequence[int], buckets: list[int]
-) -> None:
+def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: list[int]) -> None:
     """Expect all-reduces of these buckets."""
     said = f"all-reduces of {', '.join(map(str, asked))} bytes were asked for"
     hint = "Go from the last parameter to the first; a full bucket holds bucket_bytes, or more."
@@ -233,37 +231,36 @@ def _judge_all_reduces(
 
 
 def _judge_gradients(
-    where: str,
     got: Sequence[Tensor | None],
-    right: Sequence[Tensor],
-    likely: Mapping[str, tuple[Sequence[Tensor], float, str]],
+    right: Tensor,
+    likely: Mapping[str, tuple[Tensor, str]],
+    where: str = "",
     **tolerances: float,
 ) -> None:
-    """Expect these gradients; a likely mistake is a list of gradients, a factor and a hint."""
-    for place, (gradient, expected) in enumerate(zip(got, right, strict=True)):
-        name = f"{where} the gradient of parameter {place}"
+    """Expect these gradients; the right and likely ones are vectors of all parameters."""
+    start = 0
+    for place, parameter in enumerate(ranks_ddp.make_linear_model().parameters()):
+        gradient, name = got[place], f"{where}the gradient of parameter {place}"
         if gradient is None:
             raise judge.WrongAnswer(f"{name} is None", hint="Leave the mean in parameter.grad.")
-        shape, right_shape = tuple(gradient.shape), tuple(expected.shape)
+        shape, right_shape = (*gradient.shape,), (*parameter.shape,)
         hint = "Give each piece its own shape back."
         judge.expect(shape == right_shape, f"{name} has shape {shape}", right_shape, hint)
+        part = slice(start, start + parameter.numel())
+        mistakes = {words: (wrong[part], hint) for words, (wrong, hint) in likely.items()}
+        flat, said, other = gradient.flatten(), f"{name} is", "another than one device gives"
         judge.expect_close(
-            gradient,
-            expected,
-            f"{name} is",
-            {words: (scale * each[place], hint) for words, (each, scale, hint) in likely.items()},
-            otherwise="another than one device gives",
-            hint=ORDER_HINT,
-            **tolerances,
+            flat, right[part], said, mistakes, otherwise=other, hint=ORDER_HINT, **tolerances
         )
+        start += parameter.numel()
 
 
-def _device_gradients(batches: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
     """Return one device's gradients of the mean loss over batches, given by rank and step."""
     model = ranks_ddp.make_linear_model()
     losses = [ranks_ddp.mean_squared_error(model, *ranks_ddp.step_batch(*each)) for each in batches]
-    torch.stack(losses).mean().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), [*model.parameters()])
+    return nn.utils.parameters_to_vector(gradients)
 
 
 @exercise
@@ -294,23 +291,22 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     count = ranks_ddp.MICRO_BATCHES
     right = _device_gradients([(rank, step) for rank in range(RANKS) for step in range(count)])
     last = _device_gradients([(rank, count - 1) for rank in range(RANKS)])
+    alone, add = "that of the last micro-batch alone", "Gradients add up; the loss is a mean."
+    every = "Every micro-batch needs a backward pass; zero no gradient between."
+    inside = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        where, calls = f"on rank {index},", sent["calls"]
         said = {0: "nothing was sent", count: "every backward pass sent its gradients"}
-        hint = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
-        seen = said.get(calls, f"{calls} all-reduces were sent")
-        judge.expect(calls == 1, f"{where} {seen}", "1 all-reduce", hint)
+        seen = said.get(sent["calls"], f"{sent['calls']} all-reduces were sent")
+        judge.expect(sent["calls"] == 1, seen, "1 all-reduce", inside)
         own = _device_gradients([(index, step) for step in range(count)])
-        every = "Every micro-batch needs a backward pass; zero no gradient between."
-        add, alone = "Gradients add up; the batch's loss is a mean.", "that of the last micro-batch"
         likely = {
-            f"{count} times too large": (right, count, add),
-            f"{alone} alone": (last, 1, every),
-            f"{alone} alone, divided": (last, 1 / count, every),
-            OWN: (own, 1, ORDER_HINT),
+            f"{count} times too large": (count * right, add),
+            alone: (last, every),
+            f"{alone}, divided": (last / count, every),
+            OWN: (own, ORDER_HINT),
         }
-        _judge_gradients(where, sent["gradients"], right, likely)
+        _judge_gradients(sent["gradients"], right, likely)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
     return judge.passing_verdict(
@@ -342,23 +338,22 @@ def handed_bytes(answer: Callable[..., int]) -> Verdict:
 def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 7: a communication hook that sends bfloat16, on 2 real ranks."""
     own = [_device_gradients([(rank, 0)]) for rank in range(RANKS)]
-    right = [sum(each) / RANKS for each in zip(*own, strict=True)]
-    whole = sum(gradient.nbytes for gradient in right)
+    right = torch.stack(own).mean(0)
+    whole = right.nbytes
     divide = "DDP divides only where no hook is registered: a hook divides itself."
     send = "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        where, handed = f"on rank {index},", sent["handed"]
         likely = {
-            SUM: (right, RANKS, divide),
-            OWN: (own[index], 1, send),
-            TWICE: (right, 1 / RANKS, divide),
+            SUM: (RANKS * right, divide),
+            OWN: (own[index], send),
+            TWICE: (right / RANKS, divide),
         }
         # bfloat16 has 8 bits of precision.
-        _judge_gradients(where, sent["gradients"], right, likely, rtol=0.02, atol=2e-3)
+        _judge_gradients(sent["gradients"], right, likely, rtol=0.02, atol=2e-3)
         hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
-        said = f"{where} the gradients are right, and {handed:,} bytes were handed over"
-        judge.expect(handed == whole // 2, said, f"{whole // 2:,}", hint)
+        said = f"the gradients are right, and {sent['handed']:,} bytes were handed over"
+        judge.expect(sent["handed"] == whole // 2, said, f"{whole // 2:,}", hint)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, hints=HOOK_HINTS, what="half_hook")
     return judge.passing_verdict(
@@ -387,6 +382,7 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
     """Exercise 10: the bytes of a bucket, from the arguments of ``smallest_bucket_bytes``."""
     longer = "A longer backward pass has room for more messages, so buckets may be smaller."
     solve = "total_bytes / b * alpha + total_bytes * beta = backward_s; solve for b."
+    # The last case has no right bucket: the answer is infinite.
     never = "Where the bytes alone take longer than the backward pass, no bucket is right."
     cases = [
         (10**6, 2.0, 0.01, 1e-6, "What total_bytes * beta leaves of backward_s is for latencies."),

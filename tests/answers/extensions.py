@@ -169,7 +169,9 @@ EXERCISES = [
         "dispatch",
         checks.dispatch,
         {
-            "dispatch calls itself without end": "return func(*args, **(kwargs or {}))",
+            "with dispatch, two * 2 raised RecursionError: dispatch calls itself without end": (
+                "return func(*args, **(kwargs or {}))"
+            ),
             "half b of two * 2 is what half a gives": operated("lambda two: two.b", "lambda two: two.a"),
             "half a of two * 2 is what half b gives": operated("cls(x, y)", "cls(y, x)"),
             "two * 2 gave a Tensor, not a cls": operated("cls(x, y) if", "x if"),

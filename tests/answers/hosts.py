@@ -25,16 +25,16 @@ EXERCISES = [
         "leaves_a_host",
         checks.leaves_a_host,
         {
-            "with FSDP over all ranks, leaves_a_host(1200, hosts=2, nproc=2, hybrid=False) gave 3600": (
+            "with FSDP over all ranks, leaves_a_host(1200.0, hosts=2, nproc=2, hybrid=False) gave 3,600.0": (
                 "return 3 * parameter_bytes"
             ),
-            "with HSDP, leaves_a_host(1200, hosts=2, nproc=2, hybrid=True) gave 600": (
+            "with HSDP, leaves_a_host(1200.0, hosts=2, nproc=2, hybrid=True) gave 600.0": (
                 "ranks = hosts * nproc\n"
                 "if hybrid:\n"
                 "    return 2 * (hosts - 1) / hosts * parameter_bytes / nproc\n"
                 "return 3 * (ranks - 1) / ranks * parameter_bytes"
             ),
-            "with HSDP, leaves_a_host(1200, hosts=2, nproc=2, hybrid=True) gave 2700": (
+            "with HSDP, leaves_a_host(1200.0, hosts=2, nproc=2, hybrid=True) gave 2,700.0": (
                 "ranks = hosts * nproc\nreturn 3 * (ranks - 1) / ranks * parameter_bytes"
             ),
         },
@@ -56,9 +56,9 @@ EXERCISES = [
         "interval_s",
         checks.interval_s,
         {
-            "interval_s(2, 10000) gave 141.421 s: that loses": "return (save_s * between_failures_s) ** 0.5",
-            "interval_s(2, 10000) gave 0.02 s: that loses": "return (2 * save_s / between_failures_s) ** 0.5",
-            "interval_s(2, 10000) gave 10000 s: that loses": "return between_failures_s",
+            "interval_s(2.0, 10000.0) gave 141.42": "return (save_s * between_failures_s) ** 0.5",
+            "interval_s(2.0, 10000.0) gave 0.02: that loses": "return (2 * save_s / between_failures_s) ** 0.5",
+            "interval_s(2.0, 10000.0) gave 10,000.0: that loses": "return between_failures_s",
         },
     ),
 ]

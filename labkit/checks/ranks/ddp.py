@@ -41,7 +41,7 @@ class CallOrderCounter(CommunicationCounter):
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook".
 
-    "accumulate" and "half_hook" return gradients, the ``calls`` of all-reduce, and their bytes.
+    The last two return ``gradients``, and the ``calls`` and ``handed`` bytes of all-reduce.
     """
     if what == "small_ddp":
         return run_small_ddp(answer)
@@ -49,6 +49,7 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
     if what == "half_hook":
         model.register_comm_hook(None, answer)
+    # DDP sends all-reduces from C++, which the counter sees as well.
     with CommunicationCounter() as traffic:
         if what == "half_hook":
             mean_squared_error(model, *batches[0]).backward()
@@ -69,19 +70,18 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
         parameter.register_post_accumulate_grad_hook(lambda _: watches[-1].seen.append("gradient"))
     answer(model, LIMIT_BYTES)
 
-    def note_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def wait_and_note(*args: Any, **kwargs: Any) -> Any:
-            watches[-1].seen.append("waited")
-            return wait(*args, **kwargs)
+    wait = dist.Work.wait
 
-        return wait_and_note
+    def wait_and_note(*args: Any, **kwargs: Any) -> Any:
+        watches[-1].seen.append("waited")
+        return wait(*args, **kwargs)
 
     for step in range(2):
         model.zero_grad()
         loss = mean_squared_error(model, *step_batch(dist.get_rank(), step))
         time.sleep(DELAY_S if dist.get_rank() == 1 and step == 0 else 0)
         watches.append(CallOrderCounter())
-        with watches[-1], patch.object(dist.Work, "wait", note_wait(dist.Work.wait)):
+        with watches[-1], patch.object(dist.Work, "wait", wait_and_note):
             loss.backward()
         passes.append({"gradients": clone_gradients(model), "seen": list(watches[-1].seen)})
     return {"passes": passes}

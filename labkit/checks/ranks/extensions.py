@@ -25,34 +25,34 @@ HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
-# The dtypes to compute in, for each kind of hook.
+# The dtypes to compute in, by hook: of TwoTensor, of one that also casts, and of int8 parameters.
 HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH_DTYPES}
 
 
 def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
-    """Train with a post-all-gather hook, or with an encode and a decode.
+    """Train with a post-all-gather hook, a key of HOOK_DTYPES, or with a "codec"'s two functions.
 
-    ``what`` is "two_tensor" for a method of TwoTensor, "cast" for one that also casts, "int8" for a
-    hook of plain parameters without ``self``, "codec" for an encode and a decode.
-
-    Returns:
-        For hooks by dtype: ``losses``, and bytes of full parameters ``left`` in memory by name.
+    For hooks, return by dtype the answer's ``losses``, the ``right`` ones of labkit's own hook, and
+    the bytes of full parameters ``left`` in memory, by name.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "codec":
         return run_codec(mesh, *answers)
     found = {}
     for dtype in HOOK_DTYPES[what]:
+        # Before the answer's, which might change what labkit's own hook uses.
+        right = train_steps(make_hook_model(mesh, what, dtype), STEPS)
         model = make_hook_model(mesh, what, dtype, *answers)
         losses = train_steps(model, STEPS)
-        name = str(dtype).removeprefix("torch.")
-        found[name] = {"losses": losses, "left": tensors.leak_bytes(model)}
+        left = tensors.leak_bytes(model)
+        found[str(dtype).removeprefix("torch.")] = {"losses": losses, "right": right, "left": left}
     return found
 
 
 def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
     """Return the gathered ``weights`` by name, then the ``loss`` and ``sent`` bytes of one step."""
     model = make_codec_model()
+    # Outside of FSDP2, which would hide this mistake behind an error of its own.
     sent = encode(next(model.parameters()).detach().clone())
     is_tuple = isinstance(sent, tuple) and all(isinstance(tensor, Tensor) for tensor in sent)
     given = type(sent).__name__
@@ -101,20 +101,25 @@ def shard_layers(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> 
     return model
 
 
-def make_hook_model(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook) -> nn.Sequential:
-    """Return a sharded model that uses the hook, on int8 weights or on pairs (w, 2 * w)."""
+def make_hook_model(
+    mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook | None = None
+) -> nn.Sequential:
+    """Return a sharded model on int8 weights or pairs (w, 2 * w), with the hook or labkit's own."""
     model = make_linear_stack(HOOK_WIDTHS)
     if what == "int8":
         tensors.extend_model(shard_layers(model, mesh, dtype), "int8")
-        for parameter in model.parameters():
-            # FSDP2 looks for the hook on the local shard, see tensors.extend_parameter.
-            local: Any = parameter._local_tensor  # type: ignore[attr-defined]
-            local.fsdp_post_all_gather = partial(call_hook, hook, Tensor)
+        # FSDP2 looks for the hook on the local shards, see tensors.extend_parameter.
+        if hook:
+            for parameter in model.parameters():
+                local: Any = parameter._local_tensor  # type: ignore[attr-defined]
+                local.fsdp_post_all_gather = partial(call_hook, hook, Tensor)
         return model
+
+    method: Hook = hook or TwoTensor.fsdp_post_all_gather
 
     class Answered(TwoTensor):
         def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
-            return call_hook(partial(hook, self), TwoTensor, *args, **kwargs)
+            return call_hook(partial(method, self), TwoTensor, *args, **kwargs)
 
     tensors.convert_parameters(model, lambda weight: Answered(weight, 2 * weight))
     return shard_layers(model, mesh, dtype)
@@ -156,14 +161,13 @@ def check_first_call(
     is_tuple = isinstance(freed, tuple | list) and all(isinstance(each, Tensor) for each in freed)
     rule = "the second part of the answer must be a tuple of the tensors to free"
     expect(is_tuple, f"on the first call {rule}")
-    shape, right = tuple(whole.shape), tuple(gathered[0].shape)
-    seen = f"the parameter is {shape} in {whole.dtype}"
-    rule = f"not {right} in {dtype}: all that was gathered, padding included"
-    expect(shape == right and whole.dtype == dtype, f"{seen}, {rule}")
+    seen = f"the parameter is {(*whole.shape,)} in {whole.dtype}"
+    rule = f"not {(*gathered[0].shape,)} in {dtype}: all that was gathered, padding included"
+    expect(whole.shape == gathered[0].shape and whole.dtype == dtype, f"{seen}, {rule}")
     is_view = storage_pointers([whole]) <= storage_pointers(gathered)
     may_copy = any(each.dtype != dtype for each in gathered)
-    seen = "what was gathered has the right dtype already"
-    expect(is_view or may_copy, f"{seen}, and a copy of it needs the memory twice")
+    rule = "what was gathered has the right dtype already, and a copy of it needs the memory twice"
+    expect(is_view or may_copy, rule)
 
 
 def storage_pointers(given: Sequence[Tensor]) -> set[int]:
