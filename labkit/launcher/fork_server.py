@@ -92,10 +92,10 @@ def show_run_folder(folder: str) -> None:
 def serve_forks(control: socket.socket, notebook: int) -> None:
     """Fork for each request; answer with the process id, and later with the exit status."""
     runs: Runs = {}
-    requests = [control]
+    requests = [control.fileno()]
     while os.getppid() == notebook and (requests or runs):
         for ready in select.select([*requests, *runs], [], [], WATCH_PERIOD_S)[0]:
-            if ready is not control:
+            if ready in runs:
                 pid, answers = runs.pop(ready)
                 os.close(ready)
                 _send_number(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -64,6 +64,6 @@ def create_handler(parameters: RendezvousParameters) -> SingleHostHandler:
 
 def make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
     """Return the store at this address; it is this process's if that holds the listening socket."""
-    options = {"is_master": listening is not None, "master_listen_fd": listening}
+    options: dict[str, Any] = {"is_master": listening is not None, "master_listen_fd": listening}
     options["wait_for_workers"] = False
     return dist.TCPStore(address, port, **options)  # type: ignore[attr-defined]

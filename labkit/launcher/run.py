@@ -430,8 +430,9 @@ def _run_ranks(
         backend.start()
         # git is asked while the ranks start, so that it costs no time.
         info |= {"warm": backend.is_warm, "git_revision": git_revision()}
-        limit = {"timeout_s": request.timeout_s, "on_timeout": raise_timeout}
-        status = watch_ranks(backend.wait, has_failed, **limit)
+        status = watch_ranks(
+            backend.wait, has_failed, timeout_s=request.timeout_s, on_timeout=raise_timeout
+        )
     finally:
         _run_uninterrupted(lambda: immortal.extend(backend.stop()))
         folder.remove_torchrun_files()
