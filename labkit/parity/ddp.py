@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def compare_techniques(
 
 def _train(
     lab: LinearChain, model: nn.Module, case: DDPCase, rank: int, steps: int
-) -> tuple[list[training.NamedTensors], Counter[bool]]:
+) -> tuple[Sequence[training.NamedTensors], Counter[bool]]:
     """Return what each step left, and the bytes sent in batches with and without a sync."""
     optimizer, sent, results = make_sgd(lab), Counter[bool](), []
     for step in range(steps):
@@ -113,8 +113,10 @@ def compare_buckets(
     A collective. The buckets are predicted by theory, counted by inductor, parsed from the program
     that it writes, and recorded when they are sent. Lists in the verdict have a value per pass.
     """
-    lab, way = build(), "compiled" if case.forward else "backward_only"
-    expected = chain_buckets(lab.dim, bucket_mb, way=way, layers=len(list(lab.children())))
+    lab = build()
+    layers = len(list(lab.children()))
+    way: Literal["compiled", "backward_only"] = "compiled" if case.forward else "backward_only"
+    expected = chain_buckets(lab.dim, bucket_mb, way=way, layers=layers)
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     counted, written, sent = [], [], []
     technique = ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how)

@@ -5,7 +5,7 @@ the gradients of the shared parameters over the copies, and lets each copy updat
 collective or shard, so sharding cannot make the same mistake here.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ class OneDevice:
 
     def record_steps(
         self, steps: int, rank: int, found: Parity, *kinds: TensorKind
-    ) -> list[NamedTensors]:
+    ) -> Sequence[NamedTensors]:
         """Train, count gradients, and return copies of a rank's output and tensors of each step."""
         recorded = []
         for index in range(steps):

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,7 @@ def compare_mesh_training(
 
 def _train(
     lab: LabModel, model: nn.Module, device: torch.device, line: int, steps: int
-) -> list[training.NamedTensors]:
+) -> Sequence[training.NamedTensors]:
     """Train ``model`` on the samples of ``lab``, and return what each step left."""
     optimizer, results = make_sgd(model), []
     for index in range(steps):
@@ -103,7 +103,7 @@ def gradients_and_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of a model's gradients and parameters by name, shards as DTensors."""
     if not isinstance(model, PlainParameters | TensorParallelPairs):
         return training.clone_tensors(model, *KINDS)
-    found = {}
+    found: dict[str, Tensor] = {}
     for what in KINDS:
         shards = training.tensors_by_name(model.model, what)
         copies = {name: each.clone() for name, each in shards.items() if each is not None}

@@ -148,10 +148,11 @@ def session() -> Iterator[Session]:
         here = Session(rank, world_size, device, writer)
         if folder and rank == rank_of_process(0):
             kind, name = here._meter.device_kind_and_name()
-            machine = {"device": kind, "device_name": name, "backend": dist.get_backend()}
-            machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores))), "note": note}
+            machine: dict[str, Any] = {"device": kind, "device_name": name, "note": note}
+            machine |= {"backend": dist.get_backend(), "torch": torch_private.TORCH_VERSION}
+            machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores)))}
             machine |= {"threads": torch.get_num_threads(), "world_size": world_size}
-            write_json(folder.session_json, machine | {"torch": torch_private.TORCH_VERSION})
+            write_json(folder.session_json, machine)
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size
