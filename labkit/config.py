@@ -339,7 +339,8 @@ def cli_dataclass(
         value = chosen.get(name, default_value(field))
         if takes_lists:
             # Without the limits, which would apply to the tuple; each value is checked later.
-            wanted, value = Annotated[tuple[typing.get_args(wanted)[0], ...], about], ()
+            bare: Any = typing.get_args(wanted)[0]
+            wanted, value = Annotated[tuple[bare, ...], about], ()
         is_tuple = typing.get_origin(field.type) is tuple
         if name not in without and not (takes_lists and is_tuple):
             default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
