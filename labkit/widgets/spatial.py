@@ -56,9 +56,9 @@ class PlacementExplorer(Explorer):
         held: dict[str, float] = {}
         for name, size in zip(PIECE_SIZES, sizes, strict=True):
             held[f"rank {rank} {name}"] = size
+        collectives = placements.full_tensor_collectives(shape, mesh, names)
         # ``full_tensor`` brings back the photo, bit by bit.
-        held["values that differ"] = 0
-        return held | placements.full_tensor_collectives(shape, mesh, names)
+        return held | collectives | {"values that differ": 0}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         whole, rank = _photo_sample(chosen["every"]), chosen["rank"]
