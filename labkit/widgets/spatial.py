@@ -158,7 +158,7 @@ class SpatialExplorer(Explorer):
             sizes = f"{theory.HALO} of its pixels, {halo} of the image"
             figure.text(0.01, 0.05, f"shaded: the halo in the last stage,\n{sizes}", fontsize=9)
         held = predicted["peak_activation_bytes"]
-        alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
+        alone: float = _activation_bytes(**chosen | {"mesh": (1, 1)})
         bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen, sent = {}, {}
         if result is not None:
