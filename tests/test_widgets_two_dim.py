@@ -53,7 +53,7 @@ def test_what_is_predicted_is_measured(chosen):
     explorer = TwoAxesExplorer()
     explorer.chosen |= chosen
     crowded = explorer.chosen["ranks"] > len(requirements.usable_cores())
-    most = 2.5 if crowded else 1.5  # the explorer says why: who shares a core waits at each message for the others
+    most = 2.5 if crowded else 1.5  # ranks that share a core wait for each other at every message
     held_against_time(explorer, "passes_ms", most=most)
 
 

@@ -57,7 +57,9 @@ def comparison_table(
         if yours is None:
             rows[name] = _ratio_row(expected, value, tolerance)
         else:
-            said = {"yours": yours.get(name)} | ({} if predicted is None else {"theory": expected})
+            said = {"yours": yours.get(name)}
+            if predicted is not None:
+                said["theory"] = expected
             rows[name] = comparison_row(said, column, value, tolerance)
     return pandas.DataFrame.from_dict(rows, orient="index")
 

@@ -56,9 +56,9 @@ class PlacementExplorer(Explorer):
         held: dict[str, float] = {}
         for name, size in zip(PIECE_SIZES, sizes, strict=True):
             held[f"rank {rank} {name}"] = size
+        collectives = placements.full_tensor_collectives(shape, mesh, names)
         # ``full_tensor`` brings back the photo, bit by bit.
-        held["values that differ"] = 0
-        return held | placements.full_tensor_collectives(shape, mesh, names)
+        return held | collectives | {"values that differ": 0}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
         whole, rank = _photo_sample(chosen["every"]), chosen["rank"]
@@ -158,7 +158,7 @@ class SpatialExplorer(Explorer):
             sizes = f"{theory.HALO} of its pixels, {halo} of the image"
             figure.text(0.01, 0.05, f"shaded: the halo in the last stage,\n{sizes}", fontsize=9)
         held = predicted["peak_activation_bytes"]
-        alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
+        alone: float = _activation_bytes(**chosen | {"mesh": (1, 1)})
         bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen, sent = {}, {}
         if result is not None:
