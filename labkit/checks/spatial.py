@@ -251,13 +251,14 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
         ("last", LAST, index + 1, from_right, from_left),
     ):
         part, own_part, kept = (each[..., columns] for each in (got, own, padded))
-        likely = {
-            "this rank's own gradient alone": own_part,
-            f"what rank {owner} sent, alone: assigned, not added": arrived,
+        likely, more = {"this rank's own gradient alone": own_part}, ": no rank is beyond"
+        if 0 <= owner < RANKS:
+            likely[f"what rank {owner} sent, alone: assigned, not added"] = arrived
+            more = f" plus what rank {owner} sends"
+        likely |= {
             "with the other neighbour's gradient added": own_part + swapped,
             "with the halo's gradient added that should have been sent": own_part + kept,
         }
-        more = f" plus what rank {owner} sends" if 0 <= owner < RANKS else ": no rank is beyond"
         right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"
         other = _halo_fault(part)
         judge.expect_close(part, expected[..., columns], said, likely, other, right, hint)
