@@ -33,6 +33,7 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         likely |= {f"rank {rank}'s vector": given[rank] for rank in range(RANKS)}
         none, right = "numbers of no rank", f"rank {left}'s"
         judge.expect_close(got, given[left], "the result is", likely, none, right, hint)
+        # An all-gather gives the same vector, with more bytes.
         _judge_sent_bytes(given[index].nbytes, sent, "one vector is")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="shift")

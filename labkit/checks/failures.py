@@ -54,7 +54,7 @@ def culprit(answer: Callable[..., int]) -> Verdict:
 
 
 def _excuse_text(end: dict[str, Any]) -> str:
-    """Return why a rank is not to blame."""
+    # A lost connection is the echo of another rank's failure.
     if end["error"] == LOST:
         return "which only lost a connection"
     if end["status"] == -15:
@@ -160,6 +160,7 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         lost, extra = min(once - taken, default=None), min(taken - once, default=None)
         expect(lost is None, f"{asked} gave sample {lost} to no rank", hint=hint)
         expect(extra is None, f"{asked} gave sample {value_text(extra)} too often", hint=hint)
+        # The greedy rule is near the best, so an answer may be a little worse than it.
         balanced = theory.balance_samples(lengths, ranks)
         best = max(sum(lengths[index] for index in each) for each in balanced)
         work = [sum(lengths[index] for index in each) for each in dealt]

@@ -304,6 +304,7 @@ def memory_plan(
     """
     plan = judge.call_answer(answer)
     _expect_plan(plan)
+    # Only a real run shows what a plan costs.
     try:
         result = labkit.run("fsdp_wrap", **({"nproc": RANKS} | setup | plan))
     except labkit.RankFailed as failure:

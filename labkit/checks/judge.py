@@ -148,7 +148,7 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
 
 
 def _safe_answer_name(answer: object) -> str:
-    """Return an answer's name, whatever the answer is; "" for none."""
+    # An answer may be any object, even one whose name raises or is no text.
     try:
         name = answer_name(answer)
     except Exception:
@@ -196,7 +196,7 @@ def call_answer(
 
 
 def _prevent_kernel_exit() -> AbstractContextManager[Any]:
-    """Make exit() raise SystemExit; in a notebook it would stop the kernel instead."""
+    # In a notebook exit() stops the kernel; here it shall raise SystemExit, as in a program.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return mock.patch.object(shell, "ask_exit", side_effect=SystemExit) if shell else nullcontext()
 
@@ -262,8 +262,8 @@ def is_close(found: Any, right: Any, *, rtol: float = 1e-4, atol: float = 1e-6) 
         return len(found) == len(right) and all(map(agree, found, right))
     try:
         return bool(found == right) or math.isclose(found, right, rel_tol=rtol, abs_tol=atol)
-    except OverflowError:
-        # An integer of hundreds of digits is no float.
+    except (OverflowError, TypeError):
+        # An integer of hundreds of digits is no float, and None no number.
         return False
 
 
@@ -324,6 +324,7 @@ def judge_cases(
         shown = value_text(found)
         no_number = f"{asked} gave {shown}, not a number: does every path return?"
         expect(isinstance(found, Real), no_number)
+        # Whole numbers are shown to the last digit.
         exact = isinstance(expected, Integral)
         wanted = value_text(expected) if exact else f"{expected:,.6g}"
         mistakes = {f"{shown}, {words}": value for words, value in likely(*values).items()}

@@ -185,7 +185,7 @@ def strip_step_s(answer: Callable[..., float]) -> Verdict:
 
 
 def _judge_sent_bytes(index: int, moved: int, *, passes: int = 1) -> None:
-    """Raise WrongAnswer if a rank sent more than its halos in each pass."""
+    # An answer that gathers the whole image has right numbers too, and no use.
     neighbours = (index > 0) + (index < RANKS - 1)
     strip, _ = rank_tasks("forward", RANKS)[index]
     halos = neighbours * strip[..., FIRST].nbytes * passes
@@ -218,6 +218,7 @@ def _judge_padding(index: int, found: Tensor | str, what: str = "forward") -> No
 
 
 def _column_origin(part: Tensor) -> str:
+    # Each place in the whole image is compared, because any columns may have been sent.
     image = torch.cat([strip for strip, _ in rank_tasks("forward", RANKS)], dim=-1)
     for turned, note in ((part, ""), (part.flip(-1), ", in reverse order")):
         for start, columns in enumerate(image.unfold(-1, HALO, 1).unbind(-2)):
@@ -229,6 +230,7 @@ def _column_origin(part: Tensor) -> str:
 
 
 def _halo_fault(part: Tensor) -> str:
+    # Zeros come of a halo that was never filled, ones of a copy of the strip's own edge.
     if not part.any():
         return "all zero"
     return "all one" if bool((part == 1).all()) else "wrong"
@@ -249,13 +251,14 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
         ("last", LAST, index + 1, from_right, from_left),
     ):
         part, own_part, kept = (each[..., columns] for each in (got, own, padded))
-        likely = {
-            "this rank's own gradient alone": own_part,
-            f"what rank {owner} sent, alone: assigned, not added": arrived,
+        likely, more = {"this rank's own gradient alone": own_part}, ": no rank is beyond"
+        if 0 <= owner < RANKS:
+            likely[f"what rank {owner} sent, alone: assigned, not added"] = arrived
+            more = f" plus what rank {owner} sends"
+        likely |= {
             "with the other neighbour's gradient added": own_part + swapped,
             "with the halo's gradient added that should have been sent": own_part + kept,
         }
-        more = f" plus what rank {owner} sends" if 0 <= owner < RANKS else ": no rank is beyond"
         right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"
         other = _halo_fault(part)
         judge.expect_close(part, expected[..., columns], said, likely, other, right, hint)
