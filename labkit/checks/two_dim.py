@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import relu
 
 import labkit
@@ -16,11 +16,12 @@ from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import two_dim as ranks_two_dim
-from labkit.checks.ranks.two_dim import DATA, TP, layer_shares, rank_tensors
+from labkit.checks.ranks.two_dim import DATA, TP, rank_tensors
 from labkit.theory import two_dim as theory
 
 RANKS = DATA * TP
 SUM = "the sum over its group"
+# What an autograd.Function returns in each pass, and a hint.
 FUNCTION_RULES = {
     "copy": [
         ("forward", "x", "Forward changes nothing."),
@@ -31,7 +32,8 @@ FUNCTION_RULES = {
         ("backward", "the gradient as it is", "It is the same on every rank already."),
     ],
 }
-"""What an autograd.Function returns in each pass, and a hint."""
+# What a rank sends of each pass: the tensor that was returned, and the one that was given.
+PASS_TENSORS = {"forward": ("got", "x"), "backward": ("grad", "arrived")}
 RETURN_HINT = "backward returns one value for each argument of forward, None where no gradient is"
 ERROR_HINTS = {
     "incorrect number of gradients": RETURN_HINT,
@@ -47,6 +49,7 @@ CUT_HINTS = {
     "column": "The first layer is cut by rows of its weight, dim 0, and its bias with it.",
     "row": "The second layer is cut by columns of its weight, dim 1; its bias stays whole.",
 }
+# Hints by collective along an axis, and by axis.
 COUNT_HINTS = {
     "tp/all_reduce": (
         "Forward, each pair sums its parts; backward, each but the first the gradient of its input."
@@ -56,7 +59,6 @@ COUNT_HINTS = {
     "tp": "Along tp activations are added up, which is an all-reduce.",
     "data": "Along data FSDP gathers parameters and reduce-scatters gradients.",
 }
-"""Hints by collective along an axis, and by axis."""
 
 
 @exercise
@@ -68,15 +70,16 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
     """
     for ranks, inner in ((2, 8), (4, 8), (1, 6)):
         draw = torch.Generator().manual_seed(ranks)
-        x, first, second = (
-            torch.randn(shape, generator=draw) for shape in ((3, 5), (inner, 5), (5, inner))
-        )
+        x, first = torch.randn(3, 5, generator=draw), torch.randn(inner, 5, generator=draw)
+        second = torch.randn(5, inner, generator=draw)
         shapes = f"with x {[*x.shape]} and first {[*first.shape]},"
         asked = f"{judge.answer_name(answer)}(x, first, second, ranks={ranks}), {shapes}"
         found = judge.call_answer(answer, x, first, second, ranks, in_words=asked)
+        is_list = isinstance(found, list | tuple) and all(
+            isinstance(each, Tensor) for each in found
+        )
         said = f"{asked} gave {type(found).__name__}, not a list of tensors"
-        judge.expect(isinstance(found, list | tuple), said, hint="Does every path return?")
-        judge.expect(all(isinstance(each, Tensor) for each in found), said)
+        judge.expect(is_list, said, hint="Does every path return?")
         said = f"{asked} gave {len(found)} tensors"
         judge.expect(len(found) == ranks, said, ranks, "Every rank has one.")
         hint = "Each part is as large as the result: the second layer takes the inner features."
@@ -108,15 +111,15 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
 def tp_bytes(answer: Callable[..., int]) -> Verdict:
     """Exercise 2: bytes of a step's all-reduces along tp, from (tokens, dim, mlps)."""
     once = "One all-reduce sums a tensor of tokens x dim numbers, 4 bytes each."
-    first = "The first MLP's input are samples: nobody asks for their gradient."
+    first = "The first MLP's input are samples: nothing needs their gradient."
     backward = "Backward, too, ranks add up: the gradient of an MLP's input."
-    likely = {24: first, 12: backward, 5: once}
-    hint = f"Forward there is one all-reduce for each MLP. {backward}"
-    # Of the smallest case, the number itself tells which mistake was made.
-    found = judge.call_answer(answer, tokens=1, dim=1, mlps=3)
-    if isinstance(found, Integral):
-        hint = likely.get(int(found), hint)
-    cases = [(1, 1, 3, hint), (32, 8, 3, once), (8, 16, 2, first), (32, 8, 1, first)]
+    # One MLP has one all-reduce, forward; each further one has two.
+    cases = [
+        (1, 1, 1, f"{once} {first}"),
+        (1, 1, 3, f"Forward there is one all-reduce for each MLP. {backward}"),
+        (32, 8, 3, once),
+        (8, 16, 2, backward),
+    ]
 
     def right_bytes(tokens: int, dim: int, mlps: int) -> int:
         sent = theory.activation_collectives([(dim, 4 * dim)] * mlps, tokens, 2)
@@ -144,182 +147,143 @@ def _judge_function(answer: Any, what: str, timeout_s: float, how: str) -> Verdi
     is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
     said = f"{judge.value_text(answer)} is no torch.autograd.Function"
     judge.expect(is_function, said, hint="Hand over the class, by its name.")
+    # The base class has both methods, so only those of the class itself count.
     if not {"forward", "backward"} & vars(answer).keys():
         raise judge.NotAttempted
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        where = f"on rank {index},"
-        if isinstance(sent["got"], str):
-            said = f"{where} forward returned {sent['got']}, not a tensor"
-            raise judge.WrongAnswer(said, hint="Does every path return?")
-        given = {"forward": "x", "backward": "arrived"}
+        judge.expect_tensor(sent["got"], rank_tensors(index)[0])
+        missing = "The first value that backward returns is the gradient."
+        judge.expect(sent["grad"] is not None, "x got no gradient", hint=missing)
+        start = index - index % TP
         for number, (when, rule, hint) in enumerate(FUNCTION_RULES[what]):
-            got = sent["got" if when == "forward" else "grad"]
-            missing = "The first value that backward returns is the gradient."
-            judge.expect(got is not None, f"{where} x got no gradient", hint=missing)
-            every = [rank_tensors(rank)[number] for rank in range(RANKS)]
-            start = index - index % TP
-            group = torch.stack(every[start : start + TP]).sum(0)
+            every = torch.stack([rank_tensors(rank)[number] for rank in range(RANKS)])
+            own, group = every[index], every[start : start + TP].sum(0)
             likely = {
-                "its own tensor": every[index],
+                "its own tensor": own,
                 SUM: group,
                 "the mean over its group": group / TP,
-                f"the sum over all {RANKS} ranks": torch.stack(every).sum(0),
+                f"the sum over all {RANKS} ranks": every.sum(0),
                 "the sum, added up once more": TP * group,
             }
+            got, given = PASS_TENSORS[when]
+            right, other = group if rule == SUM else own, "something else"
+            said = f"{when} returned"
             judge.expect_close(
-                got,
-                group if rule == SUM else every[index],
-                f"{where} {when} returned",
-                likely,
-                otherwise="something else",
-                expected=rule,
-                hint=hint,
+                sent[got], right, said, likely, otherwise=other, expected=rule, hint=hint
             )
-            unchanged = judge.is_tensor_close(sent[given[when]], every[index])
-            said = f"{where} {when} changed the tensor that it was given"
+            said = f"{when} changed the tensor that it was given"
             hint = "It may be used elsewhere: clone it, then all-reduce the clone."
-            judge.expect(unchanged, said, hint=hint)
+            judge.expect(judge.is_tensor_close(sent[given], own), said, hint=hint)
 
-    judge_on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what=what)
+    judge_on_groups(answer, judge=judge_rank, timeout_s=timeout_s, name_rank=True, what=what)
     return judge.passing_verdict(f"{how}, on {DATA} x {TP} ranks")
 
 
 @exercise
 def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
     """Exercise 5: a rank's share of the first layer, from (layer, group), on 2 x 2 real ranks."""
-    return _judge_layer(answer, "column", timeout_s)
+    return _judge_layer(answer, "column", timeout_s, "one all-reduce backward, none forward")
 
 
 @exercise
 def row_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
     """Exercise 6: a rank's share of the second layer, from (layer, group), on 2 x 2 real ranks."""
-    return _judge_layer(answer, "row", timeout_s)
+    return _judge_layer(answer, "row", timeout_s, "one all-reduce forward, none backward")
 
 
-def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
-    """Compare each rank's share with the whole layer: parameters, results, gradients, calls."""
+def _judge_layer(answer: Any, which: str, timeout_s: float, passed: str) -> Verdict:
+    """Compare each rank's share with labkit's own: parameters, results, gradients, calls."""
     # A class is never empty for judge_on_ranks, which looks at the code of functions.
     if isinstance(answer, type) and not {"__init__", "forward"} & vars(answer).keys():
         raise judge.NotAttempted
-    calls = {"forward": 0, "backward": 1} if which == "column" else {"forward": 1, "backward": 0}
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        where, place = f"on rank {index},", index % TP
-        layer, x, gradient = ranks_two_dim.whole_layer(which, index // TP)
+        where, right = f"on rank {index},", sent["right"]
         # A wrong share on one rank makes the results of others wrong, so all are judged first.
         for rank, held in enumerate(sent["parameters"]):
-            _judge_parameters(held, layer, which, rank)
+            _judge_parameters(held, right["parameters"], which, rank)
         if "error" in sent:
             said = f"{where} forward raised {sent['error']}"
             raise judge.WrongAnswer(said, hint=CUT_HINTS[which])
-        output = layer(x.requires_grad_())
-        output.backward(gradient)
-        right = layer_shares(which, "output", output)[place]
-        _judge_output(sent["output"], right, x, layer, which, index)
-        _judge_input_gradient(sent["grad"], x, gradient, layer, which, index)
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None
-            share = layer_shares(which, name, parameter.grad)[place]
-            got = sent["gradients"][name]
-            said = f"on rank {index} the gradient of the {name} {_gradient_difference(got, share)}"
-            hint = "The gradient of the output must reach the product as it is."
-            if name == "bias":
-                hint = "Each rank has the whole bias: add it after the sum, on every rank."
-            close = judge.is_tensor_close(got, share, rtol=1e-4, atol=1e-6)
-            judge.expect(close, f"the output is right, but {said}", hint=hint)
-        for when, count in calls.items():
+        _judge_passes(where, sent, right, right["parameters"][index])
+        hint = "The output's gradient must reach the product. Add the bias last, on every rank."
+        _judge_gradients(sent["gradients"], right["gradients"], hint, where=f"{where} ")
+        for when in ("forward", "backward"):
             said = f"the numbers are right, but rank {index} makes {sent[when]} calls"
             hint = "A layer of the pair needs one, in one direction."
-            judge.expect(sent[when] == count, f"{said} in the {when} pass", count, hint)
+            is_right = sent[when] == right[when]
+            judge.expect(is_right, f"{said} in the {when} pass", right[when], hint)
 
     judge_on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what=which)
-    one, none = sorted(calls, key=calls.__getitem__, reverse=True)
     return judge.passing_verdict(
-        f"output and gradients are the whole layer's on {DATA} x {TP} ranks, with one all-reduce"
-        f" {one}, none {none}"
+        f"output and gradients are the whole layer's on {DATA} x {TP} ranks, with {passed}"
     )
 
 
-def _judge_parameters(held: Any, layer: nn.Linear, which: str, index: int) -> None:
+def _judge_parameters(held: Any, shares: list[dict[str, Tensor]], which: str, index: int) -> None:
     """Expect a rank's share of weight and bias, and nothing else; text names another type."""
-    where, place = f"on rank {index},", index % TP
+    where = f"on rank {index},"
     said = f"{where} what you made is a {held}, no nn.Module"
     judge.expect(not isinstance(held, str), said, hint="Hand over the class.")
     said = f"{where} the parameters are {', '.join(held) or 'none'}"
     hint = "Set self.weight and self.bias to an nn.Parameter each."
-    judge.expect(held.keys() == {"weight", "bias"}, said, "weight, bias", hint)
-    for name, parameter in layer.named_parameters():
-        shares = layer_shares(which, name, parameter)
-        shape, right = [*held[name].shape], [*shares[place].shape]
-        said = f"{where} the {name} has shape {shape}"
-        judge.expect(shape == right, said, right, CUT_HINTS[which])
-        judge.expect_close(
-            held[name],
-            shares[place],
-            f"{where} the {name} is",
-            {f"the share of place {other} in the group": each for other, each in enumerate(shares)},
-            otherwise="no share of the layer's",
-            expected=f"place {place}",
-            hint="dist.get_rank(group) is this rank's place in the group; take that part.",
-        )
+    judge.expect(held.keys() == shares[index].keys(), said, "weight, bias", hint)
+    for name, right in shares[index].items():
+        said, shape = f"{where} the {name} has shape {[*held[name].shape]}", [*right.shape]
+        judge.expect([*held[name].shape] == shape, said, shape, CUT_HINTS[which])
+        likely = {
+            f"the share of place {place} in the group": share[name]
+            for place, share in enumerate(shares[:TP])
+        }
+        got, said, other = held[name], f"{where} the {name} is", "no share of the layer's"
+        hint, wants = "Take part dist.get_rank(group), its place there.", f"place {index % TP}"
+        judge.expect_close(got, right, said, likely, otherwise=other, expected=wants, hint=hint)
 
 
-def _judge_output(
-    got: Any, right: Tensor, x: Tensor, layer: nn.Linear, which: str, index: int
+def _judge_passes(
+    where: str, sent: dict[str, Any], right: dict[str, Any], share: dict[str, Tensor]
 ) -> None:
-    where, bias = f"on rank {index},", layer.bias.detach()
+    """Expect the output of a layer, and the gradient of its input."""
+    got, output, bias = sent["output"], right["output"], share["bias"]
     if isinstance(got, str):
         said = f"{where} forward returned {got}, not a tensor"
         raise judge.WrongAnswer(said, hint="Does every path return?")
-    said, shape = f"{where} the output has shape {[*got.shape]}", [*right.shape]
+    said, shape = f"{where} the output has shape {[*got.shape]}", [*output.shape]
     hint = "Column-parallel: this rank's features. Row-parallel: all of them."
     judge.expect([*got.shape] == shape, said, shape, hint)
-    said = f"{where} the output"
-    if which == "column":
-        words = "is not the layer's at this rank's features"
-        judge.expect_close(got, right, said, {}, otherwise=words, hint=CUT_HINTS[which])
-        return
-    rows = layer_shares(which, "input", x)[index % TP]
-    part = rows @ layer_shares(which, "weight", layer.weight)[index % TP].T
-    twice, alone = f"has the bias {TP} times", "is this rank's part alone"
+    # If the layer is column-parallel, only the first two can happen: its part is the output.
+    part, alone = right["given"] @ share["weight"].T, "is this rank's part alone"
+    twice = "Add the bias after the sum: every rank adds it."
     likely = {
-        twice: (right + (TP - 1) * bias, "Add the bias after the sum: every rank adds it."),
-        "has no bias": (right - bias, "Add it once, after the sum."),
+        f"has the bias {TP} times": (output + (TP - 1) * bias, twice),
+        "has no bias": (output - bias, "Add it once, after any sum."),
         alone: (part + bias, "Sum the parts over the group."),
         f"{alone}, without bias": (part, "Sum over the group, then add the bias."),
     }
-    hint = "Multiply, sum over the group, add the bias."
-    judge.expect_close(got, right, said, likely, otherwise="is not the layer's", hint=hint)
-
-
-def _judge_input_gradient(
-    got: Tensor | None, x: Tensor, gradient: Tensor, layer: nn.Linear, which: str, index: int
-) -> None:
-    said, place = f"on rank {index}, the gradient of the input", index % TP
-    if got is None:
-        hint = "Compute with x itself: no detach(), no .data."
-        raise judge.WrongAnswer(f"on rank {index}, the input got no gradient", hint=hint)
-    assert x.grad is not None
-    right = layer_shares(which, "input", x.grad)[place]
-    times, alone = f"is {TP} times the layer's", "is this rank's share alone"
-    likely = {times: (TP * right, "Something is summed that every rank has whole already.")}
-    if which == "column":
-        weight = layer_shares(which, "weight", layer.weight)[place]
-        share = layer_shares(which, "output", gradient)[place] @ weight
-        likely[alone] = (share, "Every rank used all of x: their gradients add up.")
+    hint = "Multiply; if row-parallel, sum over the group; add the bias."
+    wrong = "is not the layer's"
+    judge.expect_close(got, output, f"{where} the output", likely, otherwise=wrong, hint=hint)
+    got, gradient = sent["grad"], right["grad"]
+    hint = "Compute with x itself: no detach(), no .data."
+    judge.expect(got is not None, f"{where} the input got no gradient", hint=hint)
+    share_alone = right["arrived"] @ share["weight"]
+    times = "Something is summed that every rank has whole already."
+    adds = "Every rank used all of x: their gradients add up."
+    likely = {
+        f"is {TP} times the layer's": (TP * gradient, times),
+        "is this rank's share alone": (share_alone, adds),
+    }
+    said = f"{where} the gradient of the input"
     hint = "Column-parallel: copy_to_ranks before the product. Row-parallel: nothing before it."
-    judge.expect_close(got, right, said, likely, otherwise="is not the layer's", hint=hint)
+    judge.expect_close(got, gradient, said, likely, otherwise=wrong, hint=hint)
 
 
 @exercise
 def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     """Exercise 7: how often each collective runs along each axis, as ``{"tp/all_reduce": 5}``.
 
-    The counts that ``result``, a run of two_dim, measured are the truth.
-
-    Raises:
-        ValueError: the run has no counts by axis.
+    A run of two_dim measured the right counts; raise ValueError if it has none by axis.
     """
     counts = [name for name in result.summary() if "/" in name and name.endswith("_count")]
     measured = {name.removesuffix("_count"): int(result.value(name)) for name in counts}
@@ -333,6 +297,7 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
         known = isinstance(name, str) and name.split("/")[0] in ("tp", "data")
         hint = "A key is an axis, tp or data, and a collective, with a / between: 'tp/all_reduce'."
         judge.expect(known, f"the key {judge.value_text(name)} names no axis", hint=hint)
+    # Names that only one of the two has are judged too, as a count of 0.
     for name in [*found, *measured]:
         mine, counted = found.get(name, 0), measured.get(name, 0)
         is_right = isinstance(mine, Integral) and mine == counted
@@ -388,10 +353,13 @@ def _judge_plan(
     """Train with the plan on ranks and on one device, and compare: the output first."""
     reference = ranks_two_dim.make_exercise_model(model)
     lines = [reference.get_input(ranks_two_dim.CPU, seed) for seed in range(DATA)]
+    # Ranks along data share the mean loss, so one device takes all their samples.
     outputs = [reference(*line) for line in lines]
     for line, output in zip(lines, outputs, strict=True):
         (reference.get_loss(line, output) / DATA).backward()
-    expected, tokens = dict(reference.named_parameters()), ranks_two_dim.TOKENS
+    named = reference.named_parameters()
+    expected = {name: each.grad for name, each in named if each.grad is not None}
+    tokens = ranks_two_dim.TOKENS
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         # A wrong layout often stops the backward pass; the output shows the mistake more plainly.
@@ -400,18 +368,18 @@ def _judge_plan(
             said, shape = f"the output has shape {[*output.shape]}", [*right.shape]
             hint = "input_layouts: how a tensor is laid out when it comes; output_layouts: leaves."
             judge.expect(output.shape == right.shape, said, f"{shape}, as on one device", hint)
-            said = "the output is not one device's, and nothing has raised an error"
-            close = judge.is_tensor_close(output, right, rtol=1e-4, atol=1e-6)
+            wrong = "is not one device's, and nothing has raised an error"
             hint = "Is every part added up before it is used as the whole?"
-            judge.expect(close, said, hint=hint)
+            judge.expect_close(output, right, "the output", {}, otherwise=wrong, hint=hint)
         if "error" in sent:
             said = f"the model does not run with this plan: {_stop_place(sent)}"
             raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
-        _judge_gradients(sent["gradients"], expected)
+        hint = "A layout in the plan says something about a tensor that is not so."
+        _judge_gradients(sent["gradients"], expected, hint)
+        # A plan that names no layer is right, and saves no memory.
+        held = sent["held"]
         matrices = [
-            name
-            for name, each in expected.items()
-            if each.dim() > 1 and sent["held"][name] == each.numel()
+            name for name, each in expected.items() if each.ndim > 1 and held[name] == each.numel()
         ]
         said = f"every rank holds all of {', '.join(matrices)}: nothing is shared out there"
         hint = "Every layer is named in the plan, as a column- or a row-parallel one."
@@ -421,6 +389,7 @@ def _judge_plan(
         hint = "Between the two layers of a pair nothing need be gathered."
         is_least = sum(sent["sent"].values()) <= most_sent
         judge.expect(is_least, said, f"at most {most_sent} all-reduces", hint)
+        # The stack's exercise is about the sequence between its MLPs.
         is_whole = model == "stack" and sent["between"]["layers.0"][1] == tokens
         said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
         hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
@@ -437,6 +406,7 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
     if not sent["entered"]:
         return "before any linear layer"
     name, got, whole = sent["entered"]
+    # Torch names shapes of matrices, and no layer.
     if "same reduction dim" in sent["error"] or "mat1 and mat2" in sent["error"]:
         seen, wants = "whole", "a rowwise layer expects cut ones"
         if got < whole:
@@ -448,30 +418,27 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
 
 
 def _judge_gradients(
-    gradients: Mapping[str, Tensor | None], expected: Mapping[str, nn.Parameter]
+    got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], hint: str, where: str = ""
 ) -> None:
-    """Expect one device's gradients; name the parameters and the commonest difference."""
-    problems = {
-        name: _gradient_difference(gradients[name], each.grad)
-        for name, each in expected.items()
-        if each.grad is not None
-        and not judge.is_tensor_close(gradients[name], each.grad, rtol=1e-4, atol=1e-6)
-    }
-    if problems:
-        names = [*problems]
-        which = ", ".join(names[:2]) + (f" and of {len(names) - 2} more" if len(names) > 2 else "")
-        most = Counter(problems.values()).most_common(1)[0][0]
-        said = f"the output is right, but the gradient of {which} {most}"
-        hint = "A layout in the plan says something about a tensor that is not so."
+    """Expect these gradients; name the wrong ones and their commonest difference."""
+    differences = {name: _gradient_difference(got[name], each) for name, each in expected.items()}
+    wrong = [name for name, difference in differences.items() if difference]
+    if wrong:
+        which = ", ".join(wrong[:2]) + (f" and of {len(wrong) - 2} more" if len(wrong) > 2 else "")
+        most = Counter(differences[name] for name in wrong).most_common(1)[0][0]
+        said = f"{where}the output is right, but the gradient of {which} {most}"
         raise judge.WrongAnswer(said, hint=hint)
 
 
 def _gradient_difference(got: Tensor | None, expected: Tensor) -> str:
-    """Say what a wrong gradient looks like."""
+    """Say what a wrong gradient looks like; "" for a right one."""
     if got is None:
         return "is missing"
     if got.shape != expected.shape:
         return f"has shape {[*got.shape]}, not {[*expected.shape]}"
+    if judge.is_tensor_close(got, expected, rtol=1e-4, atol=1e-6):
+        return ""
+    # The factor that fits best; it is the mistake if nothing is left over.
     ratio = (got * expected).sum() / expected.square().sum()
     multiple = judge.is_tensor_close(got, ratio * expected, rtol=1e-3, atol=1e-6)
     return f"is {ratio:.3g} times one device's" if multiple else "is not one device's"

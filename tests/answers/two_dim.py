@@ -80,9 +80,9 @@ EXERCISES = [
         "tp_bytes",
         checks.tp_bytes,
         {
-            "tp_bytes(tokens=1, dim=1, mlps=3) gave 24": changed("tp_bytes", ("mlps, mlps - 1", "mlps, mlps")),
+            "tp_bytes(tokens=1, dim=1, mlps=1) gave 8": changed("tp_bytes", ("mlps, mlps - 1", "mlps, mlps")),
             "tp_bytes(tokens=1, dim=1, mlps=3) gave 12": "return mlps * tokens * dim * 4",
-            "tp_bytes(tokens=1, dim=1, mlps=3) gave 5": changed("tp_bytes", (" * 4", "")),
+            "tp_bytes(tokens=1, dim=1, mlps=1) gave 1": changed("tp_bytes", (" * 4", "")),
             "tp_bytes(tokens=32, dim=8, mlps=3) gave 160": "return (2 * mlps - 1) * dim * 4",
         },
     ),
@@ -132,7 +132,9 @@ EXERCISES = [
                 ("total = part.clone()", "total = part.detach()"),
                 ("return total", "return total.clone()"),
             ),
-            "on rank 0, forward returned NoneType, not a tensor": changed("SumOverRanks", ("return total", "return")),
+            "on rank 0, the function returned NoneType, not a tensor": changed(
+                "SumOverRanks", ("return total", "return")
+            ),
         },
     ),
     Exercise(
@@ -159,7 +161,7 @@ EXERCISES = [
             "on rank 0, the gradient of the input is this rank's share alone": changed(
                 "ColumnParallel", ("copy_to_ranks(x, self.group)", "x")
             ),
-            "on rank 0, the output is not the layer's at this rank's features": changed(
+            "on rank 0, the output is not the layer's": changed(
                 "ColumnParallel", ("copy_to_ranks(x, self.group)", "sum_over_ranks(x, self.group)")
             ),
         },
@@ -176,7 +178,7 @@ EXERCISES = [
                     "nn.functional.linear(x, self.weight, self.bias), self.group)",
                 ),
             ),
-            "the output is right, but on rank 1 the gradient of the bias is missing": changed(
+            "on rank 1, the output is right, but the gradient of bias is missing": changed(
                 "RowParallel",
                 (
                     "return sum_over_ranks(nn.functional.linear(x, self.weight), self.group) + self.bias",
@@ -184,7 +186,7 @@ EXERCISES = [
                     "    return sum_over_ranks(nn.functional.linear(x, self.weight, bias), self.group)",
                 ),
             ),
-            "the output is right, but on rank 0 the gradient of the bias is 0.5 times one device's": changed(
+            "on rank 0, the output is right, but the gradient of bias is 0.5 times one device's": changed(
                 "RowParallel",
                 (
                     "nn.functional.linear(x, self.weight), self.group) + self.bias",

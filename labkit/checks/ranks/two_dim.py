@@ -20,6 +20,7 @@ from torch.nn import functional
 from labkit.checks.judge import error_text, expect, value_text
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel, random_normal, random_tokens
+from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel
 from labkit.session.traffic import CommunicationCounter
 
 DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 8, 4, 8, 2, 12
@@ -27,11 +28,8 @@ INNER = 4 * DIM
 DATA, TP = 2, 2
 # Input and output features of each layer of a pair.
 LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
-# The dimension along which the ranks of a group share each tensor; they hold others whole.
-CUT_DIMS = {
-    "column": {"weight": 0, "bias": 0, "output": -1},
-    "row": {"weight": 1, "input": -1},
-}
+# labkit's own shares of each layer.
+OWN_LAYERS: dict[str, Callable[..., Any]] = {"column": ColumnParallel, "row": RowParallel}
 CPU = torch.device("cpu")
 
 
@@ -92,7 +90,9 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     if what in MODELS:
         return run_plan(answer, mesh, what)
     if what in LAYER_SHAPES:
-        return run_layer(answer, mesh, what)
+        # First, because an answer may change what labkit's own layer uses.
+        right = run_layer(OWN_LAYERS[what], mesh, what)
+        return {"right": right} | run_layer(answer, mesh, what)
     return run_function(answer, mesh)
 
 
@@ -114,25 +114,34 @@ def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
 
 
-def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
-    """Run both passes of this rank's share of a linear layer, made by the answer.
+def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
+    """Run both passes of this rank's share of a linear layer.
 
     Returns:
-        As far as the passes run: ``parameters`` of every rank by name; ``output`` or ``error``;
-        ``grad`` of the input; ``gradients`` by name; calls along tp, ``forward`` and ``backward``.
+        The ``given`` input and gradient, ``arrived``; as far as the passes run, ``parameters`` of
+        every rank by name; ``output`` or ``error``; ``grad`` of the input; ``gradients`` by name;
+        calls along tp, ``forward`` and ``backward``.
     """
-    place = mesh["tp"].get_local_rank()
-    layer, x, gradient = whole_layer(which, mesh["data"].get_local_rank())
-    share = answer(layer, mesh["tp"].get_group())
+    group, place = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
+    inputs, outputs = LAYER_SHAPES[which]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.Linear(inputs, outputs)
+    # Ranks along data have different samples, and ranks along tp share these.
+    draw = torch.Generator().manual_seed(mesh["data"].get_local_rank())
+    x, gradient = torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
+    given = x.chunk(TP, -1)[place] if which == "row" else x
+    arrived = gradient.chunk(TP, -1)[place] if which == "column" else gradient
+    share = make_share(layer, group)
     held: Any = type(share).__name__
     if isinstance(share, nn.Module):
         held = {name: each.detach().clone() for name, each in share.named_parameters()}
-    found: dict[str, Any] = {"parameters": [None] * dist.get_world_size()}
-    dist.all_gather_object(found["parameters"], held)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found: dict[str, Any] = {"given": given, "arrived": arrived, "parameters": everyone}
     if not isinstance(share, nn.Module):
         return found
-    wanted = layer_shares(which, "output", gradient)[place]
-    mine = layer_shares(which, "input", x)[place].clone().requires_grad_()
+    mine = given.clone().requires_grad_()
     try:
         with CommunicationCounter(mesh) as forward:
             output = share(mine)
@@ -142,28 +151,12 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
     if not isinstance(output, Tensor):
         return found | {"output": type(output).__name__}
     # The check reports the shape; a backward pass would raise an error that hides it.
-    if output.shape != wanted.shape:
+    if output.shape != arrived.shape:
         return found
     with CommunicationCounter(mesh) as backward:
-        output.backward(wanted.clone())
+        output.backward(arrived.clone())
     found["gradients"] = {name: each.grad for name, each in share.named_parameters()}
     return found | {"grad": mine.grad, "backward": sum(backward.along["tp"].counts.values())}
-
-
-def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
-    """Return a layer, equal on all ranks, and the full input and gradient of a data rank."""
-    inputs, outputs = LAYER_SHAPES[which]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layer = nn.Linear(inputs, outputs)
-    draw = torch.Generator().manual_seed(line)
-    return layer, torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
-
-
-def layer_shares(which: str, name: str, whole: Tensor) -> list[Tensor]:
-    """Return what each place in the group holds of a layer's weight, bias, input or output."""
-    dim = CUT_DIMS[which].get(name)
-    return [whole.detach()] * TP if dim is None else [*whole.detach().chunk(TP, dim)]
 
 
 def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
@@ -186,10 +179,12 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     def note_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         found["between"][name] = [*local_part(output).shape]
 
+    # Before the plan's hooks, which change what a layer receives.
     for name, module in cut.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(partial(note_input, name))
     try:
+        # FSDP comes last, so that it shards what the plan has cut already.
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
             module.register_forward_hook(partial(note_output, name))
@@ -224,6 +219,7 @@ def check_plan_form(plan: Any, model: nn.Module) -> None:
     """Raise WrongAnswer unless a plan maps layer names to parallel styles."""
     said = f"the plan is {value_text(plan)}"
     expect(isinstance(plan, dict), f"{said}, not a dict such as {{'up': ColwiseParallel()}}")
+    # Torch ignores a name that no layer has, with a warning.
     layers = nn.Linear | nn.Embedding
     there = [name for name, module in model.named_modules() if isinstance(module, layers)]
     for name, style in plan.items():
