@@ -127,7 +127,7 @@ def parse_hosts(hosts: Any) -> list[Host]:
 
 
 class MultiHostBackend:
-    """Run one torchrun per host, with the methods of ``LocalBackend``.
+    """Run one torchrun per host as a ``Backend``.
 
     Args:
         folder: of the run, on this machine.

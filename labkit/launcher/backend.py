@@ -26,11 +26,28 @@ class RunHost(Protocol):
     def name(self) -> str: ...
 
 
-class LocalBackend:
-    """torchrun on this host, which ``launch`` starts.
+class Backend(Protocol):
+    """What runs the ranks of one run: ``LocalBackend`` here, ``MultiHostBackend`` on several hosts."""
 
-    The MultiHostBackend of labkit_cluster has the same methods.
-    """
+    @property
+    def is_warm(self) -> bool:
+        """Whether the ranks come from a process that has imported torch already."""
+
+    def start(self) -> None:
+        """Start the ranks; return at once."""
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit status; raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the Python stacks of these ranks, or why there are none, by rank."""
+
+    def stop(self) -> list[int]:
+        """End every process of the run; return the ids of those that do not die."""
+
+
+class LocalBackend:
+    """torchrun on this host, which ``launch`` starts."""
 
     def __init__(self, folder: RunFolder, launch: Callable[[], process.TorchrunProcess]):
         self._folder, self._launch = folder, launch
@@ -38,23 +55,19 @@ class LocalBackend:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the ranks come from a process that has imported torch already."""
         return isinstance(self._torchrun, WarmTorchrun)
 
     def start(self) -> None:
         self._torchrun = self._launch()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit status. Raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
         assert self._torchrun, "start() comes first"
         return self._torchrun.wait(timeout_s)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the Python stacks of these ranks, or why there are none, by rank."""
         return process.collect_stacks(self._folder, ranks)
 
     def stop(self) -> list[int]:
-        """End every process of the run; return the ids of those that do not die."""
         pid = self._torchrun.pid if self._torchrun else None
         immortal = process.kill_run_processes(self._folder.path, pid)
         if self._torchrun and not immortal:
@@ -76,7 +89,7 @@ def watch_ranks(
     timeout_s: float = math.inf,
     on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
 ) -> int:
-    """Wait as ``LocalBackend.wait`` does, again and again; return the exit status.
+    """Wait as ``Backend.wait`` does, again and again; return the exit status.
 
     Args:
         wait: waits for torchrun's end.

@@ -22,7 +22,7 @@ from labkit import config, program_source, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
-from labkit.launcher.backend import LocalBackend, RunHost, load_cluster, watch_ranks
+from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
@@ -447,11 +447,11 @@ def _run_ranks(
 
 def _make_backend(
     request: RunRequest, folder: RunFolder, fork_server: ForkServer | None
-) -> LocalBackend:
+) -> Backend:
     if request.hosts:
         wanted = {name: getattr(request, name) for name in ("target", "params", "device")}
         wanted["nproc"] = request.local_world_size
-        return cast(LocalBackend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
+        return cast(Backend, load_cluster().MultiHostBackend(folder, request.hosts, wanted))
     nproc = len(request.active_ranks)
     environment = process.rank_environment(folder, nproc, request.device)
     how = *request.worker_command, nproc, environment | request.extra_environment, fork_server
