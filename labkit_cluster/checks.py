@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from labkit_cluster import theory
 
 LAB = "hosts"
 # Any order of the operations is right, so rounding may differ.
-is_close = partial(judge.is_number_close, rel_tol=1e-6)
+TOLERANCE = 1e-6
 
 
 @exercise
@@ -52,8 +51,8 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
             "Only one rank of a host sends to another host.": 2 * ring * size * nproc,
             "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.": 2 * size,
         }
-        hint = judge.likely_mistake(found, likely, is_close, "")
-        judge.expect(is_close(found, right), said, judge.value_text(right), hint)
+        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        judge.expect(is_right, said, judge.value_text(right), judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} cases agree")
 
 
@@ -109,6 +108,6 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
             "That is the least part of the time that is lost.": (2 * save_s / between_s) ** 0.5,
             "Set the derivative to zero, and solve for the interval itself.": 2 * product,
         }
-        hint = judge.likely_mistake(found, likely, is_close, "")
-        judge.expect(is_close(found, right), said, expected, hint)
+        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        judge.expect(is_right, said, expected, judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} cases agree")

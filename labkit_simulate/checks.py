@@ -1,8 +1,7 @@
 """Checks of lab 6, a cluster that is simulated."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -34,12 +33,12 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
         return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))
 
     # Each case brings one more rule into play.
-    cases = {
-        (1280.0, 0.0, 40.0): "That many ranks share the bytes, and a host has 8 of them.",
-        (1280.0, 20.0, 60.0): "Each rank also holds its own bytes.",
-        (1281.0, 20.0, 60.0): "Rounded down, the last bytes find no room.",
-    }
-    judge.judge_values(answer, right_hosts, [*cases], [*cases.values()], TOLERANCE)
+    cases = [
+        (1280.0, 0.0, 40.0, "That many ranks share the bytes, and a host has 8 of them."),
+        (1280.0, 20.0, 60.0, "Each rank also holds its own bytes."),
+        (1281.0, 20.0, 60.0, "Rounded down, the last bytes find no room."),
+    ]
+    judge.judge_cases(answer, right_hosts, cases)
     # None is no number, so this case is judged by itself.
     asked = judge.call_text(answer, 640.0, 60.0, 60.0)
     found = judge.call_answer(answer, 640.0, 60.0, 60.0)
@@ -56,14 +55,14 @@ def ring_s(answer: Callable[..., Any]) -> Verdict:
     hops = "A shard makes a hop to every other rank, one less than there are, with all its bytes."
     crossing = "hosts - 1 of the hops go between hosts, with another latency."
     slower = "Each rank has a card, and the rings fill all. The slower of the two links decides."
-    cases = {
-        (4.0, 1, 8, *links): f"{hops} On one host nothing crosses.",
+    cases = [
+        (4.0, 1, 8, *links, f"{hops} On one host nothing crosses."),
         # Without bytes, latencies alone count.
-        (0.0, 3, 4, *links): crossing,
-        (4.0, 2, 8, *links): slower,
-        (4.0, 4, 16, *links): slower,
-    }
-    judge.judge_values(answer, theory.ring_s, [*cases], [*cases.values()], TOLERANCE)
+        (0.0, 3, 4, *links, crossing),
+        (4.0, 2, 8, *links, slower),
+        (4.0, 4, 16, *links, slower),
+    ]
+    judge.judge_cases(answer, theory.ring_s, cases)
     return judge.passing_verdict("4 cases agree, on one host and on several")
 
 
@@ -72,22 +71,18 @@ def forward_s(answer: Callable[..., Any]) -> Verdict:
     """Exercise 3: when a forward pass ends whose units are gathered one ahead, from (gathers_s,
     computes_s).
     """
+    first = "The first unit is gathered while nothing computes."
+    beside = "While a unit computes, the next one is gathered."
+    late = "A unit computes once it is gathered, and then the next one's gather is under way."
     room = "There is room for two: a gather waits until the unit before the last has computed."
     cases = [
-        ([1.0], [2.0]),
-        ([1.0, 1.0, 1.0], [3.0, 3.0, 3.0]),
-        ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0]),
-        ([1.0, 1.0, 5.0], [4.0, 1.0, 1.0]),
-        ([2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 0.5, 2.0]),
+        ([1.0], [2.0], first),
+        ([1.0, 1.0, 1.0], [3.0, 3.0, 3.0], beside),
+        ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0], late),
+        ([1.0, 1.0, 5.0], [4.0, 1.0, 1.0], room),
+        ([2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 0.5, 2.0], room),
     ]
-    hints = [
-        "The first unit is gathered while nothing computes.",
-        "While a unit computes, the next one is gathered.",
-        "A unit computes once it is gathered, and then the next one's gather is under way.",
-        room,
-        room,
-    ]
-    judge.judge_values(answer, theory.forward_s, cases, hints, TOLERANCE)
+    judge.judge_cases(answer, theory.forward_s, cases)
     return judge.passing_verdict(f"{len(cases)} passes end when they should")
 
 
@@ -96,7 +91,7 @@ def hosts_spanned(answer: Callable[..., Any]) -> Verdict:
     """Exercise 4: on how many hosts the ranks of a group are, from (size, stride, nproc)."""
     hint = "The group is ranks 0, stride, 2 * stride, …: on which host is each of them?"
     cases = [(8, 1, 8), (16, 1, 8), (16, 8, 8), (4, 2, 8), (4, 4, 8), (3, 16, 8)]
-    judge.judge_values(answer, theory.hosts_spanned, cases, hint)
+    judge.judge_cases(answer, theory.hosts_spanned, [(*case, hint) for case in cases])
     return judge.passing_verdict("6 groups placed")
 
 
@@ -121,14 +116,9 @@ def efficiencies(answer: Callable[..., Any]) -> Verdict:
             "As a part of what one does first.": each,
             "Compare with the first size, not with the last.": [x / totals[-1] for x in totals],
         }
-        hint = judge.likely_mistake(found, likely, _are_numbers_close, "")
-        judge.expect(_are_numbers_close(found, right), said, right, hint)
+        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        judge.expect(is_right, said, right, judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} series agree")
-
-
-def _are_numbers_close(found: Sequence[Any], right: Sequence[float]) -> bool:
-    is_close = partial(judge.is_number_close, rel_tol=TOLERANCE)
-    return all(map(is_close, found, right))
 
 
 @exercise

@@ -167,8 +167,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, lab.block_types)
     # A learner's FSDP takes the place of PyTorch's: it is called with one unit after another.
     if config.fsdp == "yours":
-        chosen = choose_block_types(lab, config.wrap, is_unit=is_unit)
-        units = fsdp_units(lab, chosen) or {"": [lab]}
+        block_types = choose_block_types(lab, config.wrap, is_unit=is_unit)
+        units = fsdp_units(lab, block_types) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
     # Last, because what FSDP shards must not be replaced or rounded any more.

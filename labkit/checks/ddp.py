@@ -118,7 +118,7 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
     """Expect a list of lists that holds each position once, in order."""
     said = f"{asked} gave {judge.value_text(found)}:"
     is_list = isinstance(found, list) and all(isinstance(bucket, list) for bucket in found)
-    flat = [*chain(*found)] if is_list else [None]
+    flat: list[Any] = [*chain(*found)] if is_list else [None]
     are_whole = all(isinstance(position, Integral) for position in flat)
     hint = "A bucket is a list of positions, as enumerate(sizes) gives them; return all in a list."
     judge.expect(are_whole, f"{said} no list of lists of whole numbers", hint=hint)

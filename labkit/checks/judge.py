@@ -304,6 +304,11 @@ def expect_close(
     raise WrongAnswer(f"{seen} {words}", expected=str(expected), hint=shown_hint)
 
 
+def likely_hint(found: Any, likely: Mapping[str, Any], rtol: float = 1e-6) -> str:
+    """Return the hint whose wrong value was found, or "" if there is none."""
+    return next((hint for hint, wrong in likely.items() if is_close(found, wrong, rtol=rtol)), "")
+
+
 def judge_cases(
     answer: Callable[..., Any],
     right: Callable[..., float],

@@ -27,7 +27,7 @@ class RunHost(Protocol):
 
 
 class Backend(Protocol):
-    """What runs the ranks of one run: ``LocalBackend`` here, ``MultiHostBackend`` on several hosts."""
+    """Run the ranks of one run: ``LocalBackend`` on this host, ``MultiHostBackend`` on several."""
 
     @property
     def is_warm(self) -> bool:

@@ -187,7 +187,7 @@ return total
         "tokens_that_pay",
         checks.tokens_that_pay,
         {
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 100.0, half of what": """
+            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 100.0, half": """
 return (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
 """,
             "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 600.0, tokens of a forward pass": """
