@@ -69,7 +69,7 @@ def test_four_bits_come_back_in_order_and_sign():
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="rows of 3 must be even, or take int8"):
+    with pytest.raises(ValueError, match="rows of 3 numbers, two in a byte: take an even number, or int8"):
         tensors.make_quantised_extension("int4").encode(torch.ones(2, 3))
     with pytest.raises(ValueError, match="bf16 has no scales: take float8, int8, int4"):
         tensors.make_quantised_extension("bf16", "row")

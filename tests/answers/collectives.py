@@ -190,13 +190,13 @@ return total
             "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 100.0, half": """
 return (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
 """,
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 600.0, tokens of a forward pass": """
+            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 600.0, tokens": """
 return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 2
 """,
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 0.005, the inverse": """
+            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 0.005, the": """
 return 6 * bytes_per_s / flops_per_s / (2 * (ranks - 1) / ranks * gradient_bytes)
 """,
-            "tokens_that_pay(flops_per_s=4e+14, bytes_per_s=5e+10, ranks=8, gradient_bytes=2) gave 2,666.6666666666665, the tokens": """
+            "tokens_that_pay(flops_per_s=4e+14, bytes_per_s=5e+10, ranks=8, gradient_bytes=2) gave 2,666.66": """
 return gradient_bytes / bytes_per_s * flops_per_s / 6
 """,
         },
