@@ -7,10 +7,10 @@ checked by ``make lint``.
 
 | folder or module                  | purpose                                                   |
 |-----------------------------------|-----------------------------------------------------------|
-| torch_private                     | private names of torch, each with its reason              |
+| torch_private, errors             | private names of torch with their reasons; exceptions     |
 | theory, models, tensors, inductor | formulas and single-device code without ranks or runs     |
 | instrument, local_ranks           | what FSDP calls; all ranks in one process                 |
-| requirements, environment, errors | limits of the machine, LABKIT_ variables, exceptions      |
+| requirements, environment         | limits of the machine, LABKIT_ variables                  |
 | program_source, config            | parameters of a rank program, checked before a launch     |
 | runs                              | files of a run, read by the notebook; recorded runs       |
 | parallel                          | one technique per file                                    |

@@ -16,7 +16,7 @@ ENV_PROGRESS = "LABKIT_PROGRESS"  # a person -> launcher.progress: off, text, no
 ENV_WIDGETS = "LABKIT_WIDGETS"  # a person -> widgets.explorer: 0 a figure, 1 controls
 ENV_VERDICTS = "LABKIT_VERDICTS"  # a person -> course.verdict_store: the file of verdicts
 ENV_SSH = "LABKIT_SSH"  # a person -> labkit_cluster.hosts: the ssh command with its options
-ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.commit: 1 raises
+ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.claims: 1 raises
 ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that take long
 
 # Set by labkit for torchrun, its ranks, and the processes that ranks start.

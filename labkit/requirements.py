@@ -8,6 +8,8 @@ import socket
 import sys
 from importlib import metadata
 
+# As in pyproject.toml.
+MIN_TORCH_VERSION = (2, 11)
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts, RunTimedOut
 from labkit.launcher import failure, process
-from labkit.launcher.backend import EXIT_FAILED, watch_ranks
 from labkit.launcher.run import exit_label, timestamp_now, write_run_end
+from labkit.launcher.watch import EXIT_FAILED, watch_ranks
 from labkit.runs.folder import RunFolder, read_json, write_json
 from labkit.runs.verdict import finished_exit
 from labkit_cluster.host_rendezvous import (

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts
 from labkit.launcher import process
-from labkit.launcher.backend import watch_ranks
+from labkit.launcher.watch import watch_ranks
 from labkit.runs.folder import RunFolder, write_json
 from labkit_cluster.file_sync import FileChanges
 from labkit_cluster.host_rendezvous import (

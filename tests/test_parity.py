@@ -11,9 +11,9 @@ from torch import nn
 from labkit import parity
 from labkit.models.mlp import MLPStack
 from labkit.parity import LIMITS, Parity, relative_error
+from labkit.parity.comparison import count_tensors
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
 from labkit.parity.spatial import compare_spatial_step
-from labkit.parity.training import count_tensors
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,8 @@ def _judge_share(index: int, place: int, shard: Any, parts: Sequence[Tensor]) ->
     hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them."
     judge.expect(shape == right, f"{unit} has shape {shape}", right, hint)
     likely = {f"is rank {rank}'s part": part for rank, part in enumerate(parts)}
-    other, hint = (
-        "is not its part",
-        "Flatten unit.parameters() in their order; rank r keeps part r.",
-    )
-    judge.expect_close(shard, parts[index], unit, likely, other, hint=hint)
+    hint = "Flatten unit.parameters() in their order; rank r keeps part r."
+    judge.expect_close(shard, parts[index], unit, likely, "is not its part", hint=hint)
 
 
 def _expect_freed(held: Sequence[int], moment: str) -> None:

@@ -359,46 +359,60 @@ def _judge_plan(
         (reference.get_loss(line, output) / DATA).backward()
     named = reference.named_parameters()
     expected = {name: each.grad for name, each in named if each.grad is not None}
-    tokens = ranks_two_dim.TOKENS
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         # A wrong layout often stops the backward pass; the output shows the mistake more plainly.
         if "output" in sent:
-            output, right = sent["output"], outputs[sent["data"]]
-            said, shape = f"the output has shape {[*output.shape]}", [*right.shape]
-            hint = "input_layouts: how a tensor is laid out when it comes; output_layouts: leaves."
-            judge.expect(output.shape == right.shape, said, f"{shape}, as on one device", hint)
-            wrong = "is not one device's, and nothing has raised an error"
-            hint = "Is every part added up before it is used as the whole?"
-            judge.expect_close(output, right, "the output", {}, otherwise=wrong, hint=hint)
+            _judge_plan_output(sent["output"], outputs[sent["data"]])
         if "error" in sent:
             said = f"the model does not run with this plan: {_stop_place(sent)}"
             raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
         hint = "A layout in the plan says something about a tensor that is not so."
         _judge_gradients(sent["gradients"], expected, hint)
-        # A plan that names no layer is right, and saves no memory.
-        held = sent["held"]
-        matrices = [
-            name for name, each in expected.items() if each.ndim > 1 and held[name] == each.numel()
-        ]
-        said = f"every rank holds all of {', '.join(matrices)}: nothing is shared out there"
-        hint = "Every layer is named in the plan, as a column- or a row-parallel one."
-        judge.expect(not matrices, said, hint=hint)
-        seen = ", ".join(f"{count} {name}" for name, count in sorted(sent["sent"].items()))
-        said = f"the result is right, but a step sends more than it needs to along tp: {seen}"
-        hint = "Between the two layers of a pair nothing need be gathered."
-        is_least = sum(sent["sent"].values()) <= most_sent
-        judge.expect(is_least, said, f"at most {most_sent} all-reduces", hint)
+        _judge_plan_memory(sent["held"], expected)
+        _judge_plan_traffic(sent["sent"], most_sent)
         # The stack's exercise is about the sequence between its MLPs.
-        is_whole = model == "stack" and sent["between"]["layers.0"][1] == tokens
-        said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
-        hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
-        judge.expect(not is_whole, said, tokens // TP, hint)
+        if model == "stack":
+            _judge_sequence(sent["between"]["layers.0"][1])
 
     # Ranks with different plans wait for each other.
     waiting = "is the plan the same on all of them?"
     judge_on_mesh(answer, judge=judge_rank, timeout_s=timeout_s, waiting=waiting, what=model)
     return judge.passing_verdict(f"equal to one device on {DATA} x {TP} ranks, {passed}")
+
+
+def _judge_plan_output(output: Tensor, right: Tensor) -> None:
+    said, shape = f"the output has shape {[*output.shape]}", f"{[*right.shape]}, as on one device"
+    hint = "input_layouts: how a tensor is laid out when it comes; output_layouts: leaves."
+    judge.expect(output.shape == right.shape, said, shape, hint)
+    wrong = "is not one device's, and nothing has raised an error"
+    hint = "Is every part added up before it is used as the whole?"
+    judge.expect_close(output, right, "the output", {}, otherwise=wrong, hint=hint)
+
+
+def _judge_plan_memory(held: Mapping[str, int], gradients: Mapping[str, Tensor]) -> None:
+    # A plan that names no layer computes the right thing, and saves no memory.
+    matrices = {name: each.numel() for name, each in gradients.items() if each.ndim > 1}
+    if whole := [name for name, elements in matrices.items() if held[name] == elements]:
+        said = f"every rank holds all of {', '.join(whole)}: nothing is shared out there"
+        hint = "Every layer is named in the plan, as a column- or a row-parallel one."
+        raise judge.WrongAnswer(said, hint=hint)
+
+
+def _judge_plan_traffic(calls: Mapping[str, int], most_sent: float) -> None:
+    if sum(calls.values()) > most_sent:
+        seen = ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
+        said = f"the result is right, but a step sends more than it needs to along tp: {seen}"
+        hint = "Between the two layers of a pair nothing need be gathered."
+        raise judge.WrongAnswer(said, expected=f"at most {most_sent} all-reduces", hint=hint)
+
+
+def _judge_sequence(tokens_between: int) -> None:
+    tokens = ranks_two_dim.TOKENS
+    if tokens_between == tokens:
+        said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
+        hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
+        raise judge.WrongAnswer(said, expected=str(tokens // TP), hint=hint)
 
 
 def _stop_place(sent: Mapping[str, Any]) -> str:

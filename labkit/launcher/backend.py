@@ -1,10 +1,6 @@
-"""What runs the ranks of a run, on this host or several, and the loop that watches them."""
+"""The protocol of launchers, which run ranks on this host or several, and the local one."""
 
-import contextlib
 import importlib
-import math
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,10 +9,6 @@ from labkit.launcher.warm_start import WarmTorchrun
 from labkit.runs.folder import RunFolder
 
 CLUSTER_MODULE = "labkit_cluster.hosts"
-POLL_PERIOD_S = 0.1
-# How long torchrun may take to end by itself after a rank has failed.
-FAILURE_GRACE_S = 3.0
-EXIT_FAILED = 1
 
 
 class RunHost(Protocol):
@@ -78,36 +70,3 @@ class LocalBackend:
 def load_cluster() -> Any:
     """Import the package for several hosts by name, because the core does not depend on it."""
     return importlib.import_module(CLUSTER_MODULE)
-
-
-def watch_ranks(
-    wait: Callable[[float], int],
-    has_failed: Callable[[], bool],
-    *,
-    poll_period_s: float = POLL_PERIOD_S,
-    grace_s: float = FAILURE_GRACE_S,
-    timeout_s: float = math.inf,
-    on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
-) -> int:
-    """Wait as ``Backend.wait`` does, again and again; return the exit status.
-
-    Args:
-        wait: waits for torchrun's end.
-        has_failed: whether the run has failed; called after each wait.
-        poll_period_s: the length of each wait.
-        grace_s: how long after a failure torchrun may take to end; then EXIT_FAILED is returned.
-        timeout_s: the time limit of the run.
-        on_timeout: called at the time limit; returns the exit status instead.
-    """
-    limit, failed_at = time.monotonic() + timeout_s, math.inf
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return wait(poll_period_s)
-        failed, now = has_failed(), time.monotonic()
-        if now > limit:
-            return on_timeout()
-        if failed:
-            failed_at = min(failed_at, now)
-        # A rank has failed but cannot leave by itself.
-        if now >= failed_at + grace_s:
-            return EXIT_FAILED

@@ -21,6 +21,7 @@ from labkit.launcher.resource_limits import shortage_fix
 from labkit.runs.folder import RunFolder, disk_problem, read_json
 
 LOG_TAIL_LINES = 30
+TORCHRUN = -1  # in place of a rank
 MAX_OUTPUT_LINES = 100_000
 SIGNAL_MEANINGS = {
     "SIGKILL": "killed from outside (kill -9, or the system ran out of memory)",
@@ -38,27 +39,43 @@ def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     """Return the failure to report, given torchrun's exit status (negative: a signal)."""
-    errors = read_rank_errors(folder)
-    # Each host's torchrun reports its own ranks; the host that wrote first comes first.
-    paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
-    exits = [end for path in paths for end in read_json(path).get("failures", [])]
+    errors, exits = read_rank_errors(folder), _read_rank_exits(folder)
     if causes := [error for error in errors if not error["echo"]]:
         return _exception_failure(folder, causes[0])
     raised = {error["rank"] for error in errors}
-    silent = [end for end in exits if end["rank"] not in raised]
-    # torchrun lists a rank that it ended by SIGTERM after the one that made it do so, so the first
-    # entry of all was ended by someone else.
-    own = [end for end in silent if end["exitcode"] != -signal.SIGTERM]
-    if own := own or [end for end in silent if end is exits[0]]:
-        return _exit_status_failure(folder, own[0]["rank"], own[0]["exitcode"])
+    if silent := _first_silent_exit(exits, raised):
+        return _exit_status_failure(folder, silent["rank"], silent["exitcode"])
     if torchrun_status < 0 or not errors:
-        return _exit_status_failure(folder, -1, torchrun_status)
+        return _exit_status_failure(folder, TORCHRUN, torchrun_status)
+    return _exception_failure(folder, errors[0], _early_exit_remark(folder, exits, raised))
+
+
+def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return how ranks ended, as torchrun reports it; the host that wrote first comes first."""
+    paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
+    return [end for path in paths for end in read_json(path).get("failures", [])]
+
+
+def _first_silent_exit(exits: list[dict[str, Any]], raised: set[int]) -> dict[str, Any] | None:
+    """Return the first rank that ended without an exception, unless torchrun has ended it."""
+    silent = [end for end in exits if end["rank"] not in raised]
+    for end in silent:
+        if end["exitcode"] != -signal.SIGTERM:
+            return end
+    # torchrun lists a rank that it ended by SIGTERM after the one that made it do so. So the first
+    # of the list was ended by someone else.
+    return silent[0] if silent and silent[0] is exits[0] else None
+
+
+def _early_exit_remark(folder: RunFolder, exits: list[dict[str, Any]], raised: set[int]) -> str:
+    """Name the ranks that had ended well while others waited for them, or return ""."""
     # Without exits torchrun was stopped before it could report.
+    if not exits:
+        return ""
     started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}
-    ended = started - raised - {end["rank"] for end in exits} if exits else set()
-    early, rule = ", ".join(map(str, sorted(ended))), "every rank must take part to the end"
-    remark = f"\n(rank {early} had already ended, with status 0: {rule})" if early else ""
-    return _exception_failure(folder, errors[0], remark)
+    early = ", ".join(map(str, sorted(started - raised - {end["rank"] for end in exits})))
+    rule = "every rank must take part to the end"
+    return f"\n(rank {early} had already ended, with status 0: {rule})" if early else ""
 
 
 def timeout_failure(folder: RunFolder, timeout_s: float, stacks: Mapping[int, str]) -> RunTimedOut:
@@ -79,8 +96,7 @@ def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "
 
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
-    # Rank -1 is torchrun.
-    if rank < 0:
+    if rank == TORCHRUN:
         # Of several hosts' torchruns, the first with an exception has failed.
         logs = sorted(folder.path.glob("torchrun*.log"))
         failed = [log for log in logs if "Traceback" in process.read_if_exists(log)]

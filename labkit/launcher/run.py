@@ -22,10 +22,11 @@ from labkit import config, program_source, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
-from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
+from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
+from labkit.launcher.watch import watch_ranks
 from labkit.runs import folder as folders
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT, RunFolder, read_json, write_json

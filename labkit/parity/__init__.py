@@ -5,6 +5,7 @@ ranks in turn; ``states`` compares models and state dicts rank by rank and shard
 lab compares is in the module with that lab's name.
 """
 
+from labkit.parity.comparison import LIMITS, Parity, relative_error, seed_and_copy, seed_parameters
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd, sample_seed
 from labkit.parity.states import (
     assert_module_states,
@@ -14,7 +15,6 @@ from labkit.parity.states import (
     full_params,
     zero_model,
 )
-from labkit.parity.training import LIMITS, Parity, relative_error, seed_and_copy, seed_parameters
 
 __all__ = ["LIMITS", "OneDevice", "Parity", "draw_samples", "make_sgd", "relative_error"]
 __all__ += ["assert_module_states", "sample_seed", "seed_and_copy", "seed_parameters"]

@@ -13,7 +13,7 @@ from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parallel.ddp import DDPCase
-from labkit.parity import training
+from labkit.parity import comparison
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
 from labkit.session.traffic import BucketRecorder, CommunicationCounter
 from labkit.theory.ddp import chain_buckets
@@ -46,7 +46,7 @@ def compare_techniques(
     one_device = OneDevice(lambda _: build(), mesh.size(), batches=len(case.batches))
     # Techniques are compared with one device rather than with each other, since two that are wrong
     # in the same way would agree. It trains first: their contexts would compile its backward pass.
-    found, rank = training.Parity(), mesh.get_local_rank()
+    found, rank = comparison.Parity(), mesh.get_local_rank()
     expected = one_device.record_steps(steps, rank, found, "gradient")
     reference = one_device.copies[rank]
     sent_bytes, backwards, without_sync = {}, {}, 0
@@ -55,7 +55,7 @@ def compare_techniques(
         with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
             results, sent = _train(lab, model, case, rank, steps)
         found.compare_steps(mode, results, expected)
-        after = (training.tensors_by_name(each, "parameter") for each in (lab, reference))
+        after = (comparison.tensors_by_name(each, "parameter") for each in (lab, reference))
         found.compare_named(f"{mode}, parameter", *after)
         # Were the runs really compiled? Inductor writes a program; without it, count the traces.
         backwards[mode] = ddp.count_traced_backwards() - before
@@ -63,9 +63,9 @@ def compare_techniques(
             backwards[mode] = sum("_c10d_functional" in program for program in programs)
         sent_bytes[mode] = sent.total()
         without_sync += sent[False]
-    a_mode = steps * (1 + training.count_tensors(reference, "gradient"))
-    a_mode += training.count_tensors(reference, "parameter")
-    verdict = found.verdict(training.LIMITS[case.dtype], len(modes) * a_mode)
+    a_mode = steps * (1 + comparison.count_tensors(reference, "gradient"))
+    a_mode += comparison.count_tensors(reference, "parameter")
+    verdict = found.verdict(comparison.LIMITS[case.dtype], len(modes) * a_mode)
     compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -78,7 +78,7 @@ def compare_techniques(
 
 def _train(
     lab: LinearChain, model: nn.Module, case: DDPCase, rank: int, steps: int
-) -> tuple[Sequence[training.NamedTensors], Counter[bool]]:
+) -> tuple[Sequence[comparison.NamedTensors], Counter[bool]]:
     """Return what each step left, and the bytes sent in batches with and without a sync."""
     optimizer, sent, results = make_sgd(lab), Counter[bool](), []
     for step in range(steps):
@@ -87,7 +87,7 @@ def _train(
             with CommunicationCounter() as counter, ddp.gradient_sync(model, synced):
                 output = _run_backward(lab, model, step, rank, batch, len(case.batches))
             sent[synced] += counter.bytes["all_reduce"]
-        results.append({"output": output, **training.clone_tensors(lab, "gradient")})
+        results.append({"output": output, **comparison.clone_tensors(lab, "gradient")})
         optimizer.step()
     return results, sent
 

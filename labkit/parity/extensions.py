@@ -23,8 +23,8 @@ from labkit import tensors
 from labkit.models.mlp import MLP
 from labkit.models.protocol import random_normal, upcast_to_float32
 from labkit.parallel.extensions import ExtensionChoice, add_extension_hooks, apply_extension
+from labkit.parity.comparison import Parity, count_tensors, local_shard
 from labkit.parity.one_device import sample_seed
-from labkit.parity.training import Parity, count_tensors, local_shard
 from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 

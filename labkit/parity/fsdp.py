@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from labkit.models.protocol import LabModel
-from labkit.parity import training
+from labkit.parity import comparison
 from labkit.parity.one_device import OneDevice
 from labkit.session.meter import Step
 from labkit.torch_private import tree_map_only
@@ -62,8 +62,8 @@ def compare_fsdp_training(
             "no loss, so nothing was trained that could be compared: train 1 step or more"
         )
     rounds_updates = one_device.rounding == "everything"
-    floor = training.FLOORS.get(one_device.dtype, 0.0) if rounds_updates else 0.0
-    found, reference = training.Parity(floor=floor), one_device.copies[rank]
+    floor = comparison.FLOORS.get(one_device.dtype, 0.0) if rounds_updates else 0.0
+    found, reference = comparison.Parity(floor=floor), one_device.copies[rank]
     for index, step in enumerate(trained):
         expected_loss = one_device.train_step(index)[rank]
         found.compare_tensor(f"loss of step {index}", step.loss.detach(), expected_loss)
@@ -73,7 +73,7 @@ def compare_fsdp_training(
             if expected.requires_grad:
                 what = f"gradient of input {place} of step {index}"
                 found.compare_tensor(what, mine.grad, expected.grad)
-    kinds: tuple[training.TensorKind, ...] = ("gradient", "parameter", "buffer")
+    kinds: tuple[comparison.TensorKind, ...] = ("gradient", "parameter", "buffer")
     gather: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(model, FullyShardedDataParallel):
         # FSDP1 shows gradients by name only with use_orig_params.
@@ -84,7 +84,7 @@ def compare_fsdp_training(
     with gather:
         for kind in kinds:
             found.compare_models(model, reference, kind)
-    a_step = 1 + training.count_leaves(one_device.outputs[rank])
+    a_step = 1 + comparison.count_leaves(one_device.outputs[rank])
     a_step += sum(each.requires_grad for each in one_device.inputs[rank])
-    expected_count = steps * a_step + training.count_tensors(reference, *kinds)
-    return found.verdict(training.LIMITS[one_device.dtype], expected_count)
+    expected_count = steps * a_step + comparison.count_tensors(reference, *kinds)
+    return found.verdict(comparison.LIMITS[one_device.dtype], expected_count)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import find_blocks
-from labkit.parity.training import NamedTensors, Parity, TensorKind, clone_tensors
+from labkit.parity.comparison import NamedTensors, Parity, TensorKind, clone_tensors
 
 # Of all ranks in a step.
 MAX_BATCHES = 10_000

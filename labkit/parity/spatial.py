@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parity.training import LIMITS, Parity, count_tensors
+from labkit.parity.comparison import LIMITS, Parity, count_tensors
 
 
 def compare_spatial_step(

@@ -1,7 +1,7 @@
 """Compare a distributed model with a whole one, or its ranks with each other, and copy its state.
 
 These are for tests, and have names as in torch's FSDP tests. ``check_sharded_parity`` says which
-parameter is wrong on which rank; ``training.Parity``, which the labs use, gathers first and gives
+parameter is wrong on which rank; ``comparison.Parity``, which the labs use, gathers first and gives
 one number for all.
 """
 
@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Placement
 
 from labkit.parallel.checkpointing import plain_name
+from labkit.parity.comparison import local_shard, to_full_tensor
 from labkit.parity.one_device import cast_floats
-from labkit.parity.training import local_shard, to_full_tensor
 
 
 def check_sharded_parity(
@@ -53,9 +53,14 @@ def check_sharded_parity(
             raise AssertionError(f"{name}: only the {missing} module has no gradient")
         pairs = {"parameter": (shard, whole.detach()), "gradient of": (shard.grad, whole.grad)}
         for what, (actual, expected) in pairs.items():
-            if isinstance(actual, DTensor) and expected is not None:
-                _compare_shard(f"{what} {name}", actual, expected)
-                compared += 1
+            if actual is None or expected is None:
+                continue
+            if not isinstance(actual, DTensor) or actual.placements != shard.placements:
+                placed = getattr(actual, "placements", "a plain tensor")
+                rule = f"placed as {placed}, and its parameter as {shard.placements}"
+                raise AssertionError(f"{what} {name}: {rule}")
+            _compare_shard(f"{what} {name}", actual, expected)
+            compared += 1
     return compared
 
 

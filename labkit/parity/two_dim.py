@@ -14,12 +14,12 @@ from labkit.parallel.compiling import count_compiled_graphs
 from labkit.parallel.ddp import compile_backward, count_traced_backwards, fuse_all_reduces
 from labkit.parallel.small_tensor_parallel import TensorParallelPairs
 from labkit.parallel.tensor_parallel import PlainParameters
-from labkit.parity import training
+from labkit.parity import comparison
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
 
-FLOAT32_LIMIT = training.LIMITS[torch.float32]
+FLOAT32_LIMIT = comparison.LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
-KINDS: tuple[training.TensorKind, ...] = ("gradient", "parameter")
+KINDS: tuple[comparison.TensorKind, ...] = ("gradient", "parameter")
 
 
 def compare_mesh_training(
@@ -37,12 +37,12 @@ def compare_mesh_training(
     ``compile``, ``apply(model, compile=True)`` is compared with one device and the eager version.
     """
     # One device plays the rows of axis ``data``, which divides the samples, in turn.
-    line, found, between = mesh["data"].get_local_rank(), training.Parity(), training.Parity()
+    line, found, between = mesh["data"].get_local_rank(), comparison.Parity(), comparison.Parity()
     one_device = OneDevice(lambda _: build(), mesh["data"].size())
     reference = one_device.record_steps(steps, line, found, *KINDS)
     # Not inside fuse_all_reduces(), where DDP would not use its own reducer.
     eager = _train(build(), apply(build()), device, line, steps)
-    expected = steps * (1 + training.count_tensors(build(), *KINDS))
+    expected = steps * (1 + comparison.count_tensors(build(), *KINDS))
     with silence_gather_warnings():
         found.compare_steps("eager", eager, reference)
     if not compile:
@@ -74,7 +74,7 @@ def compare_mesh_training(
 
 def _train(
     lab: LabModel, model: nn.Module, device: torch.device, line: int, steps: int
-) -> Sequence[training.NamedTensors]:
+) -> Sequence[comparison.NamedTensors]:
     """Train ``model`` on the samples of ``lab``, and return what each step left."""
     optimizer, results = make_sgd(model), []
     for index in range(steps):
@@ -102,10 +102,10 @@ def silence_gather_warnings() -> Iterator[None]:
 def gradients_and_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of a model's gradients and parameters by name, shards as DTensors."""
     if not isinstance(model, PlainParameters | TensorParallelPairs):
-        return training.clone_tensors(model, *KINDS)
+        return comparison.clone_tensors(model, *KINDS)
     found: dict[str, Tensor] = {}
     for what in KINDS:
-        shards = training.tensors_by_name(model.model, what)
+        shards = comparison.tensors_by_name(model.model, what)
         copies = {name: each.clone() for name, each in shards.items() if each is not None}
         dtensors = model.as_dtensors(copies)
         found |= {f"{what} {name}": tensor for name, tensor in dtensors.items()}

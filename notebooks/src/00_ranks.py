@@ -31,7 +31,7 @@ from torch import nn
 import labkit
 from labkit import doctor, plots
 from labkit.checks import collectives as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.plots.collectives import all_reduce_rounds, fastest_all_reduce_times
 from labkit.theory import collectives as theory

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 import labkit
 from labkit import doctor, plots, requirements, widgets
 from labkit.checks import spatial as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.local_ranks import shards_by_rank
 from labkit.models import photo

@@ -31,7 +31,7 @@ from torch import nn
 import labkit
 from labkit import doctor, plots, widgets
 from labkit.checks import fsdp as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.parallel.small_fsdp import shard_unit
 from labkit.plots.collectives import fastest_all_reduce_times

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 import labkit
 from labkit import doctor, local_ranks, plots, tensors, widgets
 from labkit.checks import extensions as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.tensors import EXTENSIONS, pad_rows, refill
 from labkit.theory import extensions as theory

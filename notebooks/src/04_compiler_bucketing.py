@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import labkit
 from labkit import doctor, inductor, plots, widgets
 from labkit.checks import ddp as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.checks.fsdp import replace_source_line
 from labkit.config import require
 from labkit.parallel.buckets import assign_buckets

@@ -38,7 +38,7 @@ from torch.nn.functional import relu, scaled_dot_product_attention, softmax
 import labkit
 from labkit import doctor, plots, widgets
 from labkit.checks import two_dim as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.checks.ranks import two_dim
 from labkit.config import require
 from labkit.parallel import small_tensor_parallel as ours

@@ -31,7 +31,7 @@ import pandas
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.theory.collectives import AlphaBeta
 from labkit_simulate import checks

@@ -35,7 +35,7 @@ from torch import nn
 import labkit
 from labkit import doctor, plots
 from labkit.checks import failures as checks
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.parallel import failures
 from labkit.theory import failures as theory

@@ -41,7 +41,7 @@ from IPython.display import Markdown
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks.commit import claim, commit
+from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.errors import HostLost, NotAllHosts
 from labkit.runs import history

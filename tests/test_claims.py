@@ -1,9 +1,14 @@
-"""labkit.checks.commit: the learner's own numbers, and sentences held against what was measured."""
+"""labkit.checks.claims: the learner's own numbers, and sentences held against what was measured."""
 
 import pytest
 
-from labkit.checks.commit import claim, commit
+from labkit.checks import commit as commit_of_version_0_1
+from labkit.checks.claims import claim, commit
 from labkit.environment import ENV_STRICT_CLAIMS
+
+
+def test_the_name_of_version_0_1_still_imports():
+    assert commit_of_version_0_1.claim is claim and commit_of_version_0_1.commit is commit
 
 
 def empty(rows):
