@@ -8,7 +8,7 @@
     python -m labkit plan decoder --model llama_2_7b --world-size 16 64  # what fits?
 
     python -m labkit runs                         # the newest runs; --program NAME, --limit 100
-    python -m labkit show a1b2c3                  # one of them, by the end of its name, or a path
+    python -m labkit runs show a1b2c3             # one of them, by the end of its name, or a path
     python -m labkit runs compare a1b2c3 d4e5f6   # parameters and values side by side
     python -m labkit runs prune --keep 100        # remove older ones; --older-than 30 days
 
