@@ -24,11 +24,16 @@ from labkit import rank, requirements
 from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
-from labkit.parallel import small_tensor_parallel, tensor_parallel
+from labkit.parallel import small_tensor_parallel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
+from labkit.parallel.tensor_parallel import (
+    apply_plain_tensor_parallel,
+    apply_tensor_parallel,
+    mlp_stack_plan,
+)
 from labkit.parity import draw_samples
 from labkit.parity.two_dim import compare_mesh_training
 from labkit.session.meter import Step
@@ -112,7 +117,7 @@ def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
 @rank.replaceable
 def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
     """Return ColwiseParallel(), RowwiseParallel() or others by name of a stack's modules."""
-    return tensor_parallel.mlp_stack_plan(model, sequence_parallel=False)
+    return mlp_stack_plan(model, sequence_parallel=False)
 
 
 def main(config: Config) -> None:
@@ -143,7 +148,7 @@ def parallelize_model(
 ) -> nn.Module:
     """Apply the plan's techniques, in torchtitan's order, and return the model."""
     if isinstance(lab, LinearChain):
-        model = tensor_parallel.apply_plain_tensor_parallel(lab, mesh)
+        model = apply_plain_tensor_parallel(lab, mesh)
         apply_replicate(model, mesh["data"])
         # Last, because the compiler can only fuse DDP's all-reduces if it sees them.
         if compile:
@@ -153,7 +158,7 @@ def parallelize_model(
         small_tensor_parallel.share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
         plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
-        tensor_parallel.apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
+        apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     # After checkpointing, so that a compiled block contains its recomputation; before FSDP, whose
@@ -205,7 +210,7 @@ def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> ML
         block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
     lab.to(here.device)
     if config.tp > 1:
-        plan = tensor_parallel.mlp_stack_plan(lab, sequence_parallel=False)
+        plan = mlp_stack_plan(lab, sequence_parallel=False)
         parallelize_module(lab, own["tp"], plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
