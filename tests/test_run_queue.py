@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,10 @@ def test_a_run_waits_says_so_and_leaves_no_trace_when_it_is_interrupted(place, t
     runs = tmp_path / "runs"
     runs.mkdir()
     monkeypatch.setenv("LABKIT_RUNS", str(runs))
+    # All is imported then, so that the interrupt comes while a run waits.
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    shutil.rmtree(runs)
+    runs.mkdir()
     earlier = ticket(place, 4)
     assert earlier.count_runs_ahead() == 0
     has_ended = threading.Event()
