@@ -19,7 +19,7 @@ from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import RankFailed, RunTimedOut
-from labkit.launcher import backend, process, torchrun
+from labkit.launcher import process, torchrun, watch
 
 MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 LIMIT_S = 5.0
@@ -80,7 +80,7 @@ def time_flies(monkeypatch, pids):
             noted = len(pids.read()) >= count and time.time() - pids.path.stat().st_mtime > 0.5
             return time.monotonic() + 3600 * noted
 
-        monkeypatch.setattr(backend, "time", types.SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=monotonic))
 
     return when
 

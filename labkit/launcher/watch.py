@@ -1,4 +1,7 @@
-"""Watch the ranks of a run until they end, fail, or reach the time limit."""
+"""Watch the ranks of a run until they end, fail, or reach the time limit.
+
+The caller stops what is left: ``process.kill_run_processes`` on each host.
+"""
 
 import contextlib
 import math

@@ -21,7 +21,7 @@ from matplotlib import pyplot
 import labkit
 from labkit import plots
 from labkit.errors import HostLost, NotAllHosts, RankFailed, RunTimedOut
-from labkit.launcher import backend
+from labkit.launcher import watch
 from labkit.launcher.progress import Display, use_display
 from labkit_cluster.host_rendezvous import labkit_versions
 from labkit_cluster.local_hosts import NAMESPACE_KIND, can_make_namespaces, start_local_hosts
@@ -218,7 +218,7 @@ def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(hosts, noted, mon
     def monotonic():
         return time.monotonic() + 3600 * (len(pids()) == 6 and time.time() - path.stat().st_mtime > 0.5)
 
-    monkeypatch.setattr(backend, "time", types.SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=monotonic))
     with pytest.raises(RunTimedOut) as caught:
         labkit.run(MISBEHAVE, nproc=2, hosts=hosts[:2], how="wait", rank=2, group=True, pids=str(path))
     stacks = caught.value.stacks
