@@ -235,9 +235,12 @@ def _judge_gradients(
     right: Tensor,
     likely: Mapping[str, tuple[Tensor, str]],
     where: str = "",
-    **tolerances: float,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-7,
 ) -> None:
     """Expect these gradients; the right and likely ones are vectors of all parameters."""
+    how: dict[str, Any] = {"hint": ORDER_HINT, "rtol": rtol, "atol": atol}
     start = 0
     for place, parameter in enumerate(ranks_ddp.make_linear_model().parameters()):
         gradient, name = got[place], f"{where}the gradient of parameter {place}"
@@ -249,9 +252,7 @@ def _judge_gradients(
         part = slice(start, start + parameter.numel())
         mistakes = {words: (wrong[part], hint) for words, (wrong, hint) in likely.items()}
         flat, said, other = gradient.flatten(), f"{name} is", "another than one device gives"
-        judge.expect_close(
-            flat, right[part], said, mistakes, otherwise=other, hint=ORDER_HINT, **tolerances
-        )
+        judge.expect_close(flat, right[part], said, mistakes, otherwise=other, **how)
         start += parameter.numel()
 
 

@@ -24,6 +24,8 @@ from labkit.parallel.small_fsdp import flatten_tensors, split_flat
 from labkit.theory import fsdp as theory
 
 RANKS = 2
+# Of tensors that ranks and one device compute.
+TOLERANCES: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
 EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before both passes"
 # The first two kill the process: torch reads memory that is gone, and gloo aborts.
@@ -138,7 +140,8 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         _expect_freed(held["at rest"], "right after it was sharded")
         said = f"{where} the forward pass gives another output than one device"
         hint = "The buffer must hold every rank's share, in the order of the ranks."
-        judge.expect(judge.is_close(sent["outputs"][0], first), said, hint=hint)
+        is_right = judge.is_close(sent["outputs"][0], first, **TOLERANCES)
+        judge.expect(is_right, said, hint=hint)
         # Only the first unit: nothing is noted between the last one's passes.
         _expect_freed(held["forward"], "after its forward pass")
         for place, gradient in enumerate(sent["gradients"]):
@@ -150,7 +153,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         said, other = f"{where} the output after an update is", "another than one device's"
         likely = {"that of the parameters before the update": first}
         hint = "Gather what the shard holds now: the optimizer has changed it."
-        judge.expect_close(sent["outputs"][1], second, said, likely, other, hint=hint)
+        judge.expect_close(sent["outputs"][1], second, said, likely, other, hint=hint, **TOLERANCES)
         for name, count in {"all_gather": 4, "reduce_scatter": 2}.items():
             calls = sent["sent"].get(name, 0)
             said = f"{where} {calls} calls of {name} in a step of two units"
@@ -180,7 +183,8 @@ def _judge_share(index: int, place: int, shard: Any, parts: Sequence[Tensor]) ->
     judge.expect(shape == right, f"{unit} has shape {shape}", right, hint)
     likely = {f"is rank {rank}'s part": part for rank, part in enumerate(parts)}
     hint = "Flatten unit.parameters() in their order; rank r keeps part r."
-    judge.expect_close(shard, parts[index], unit, likely, "is not its part", hint=hint)
+    other = "is not its part"
+    judge.expect_close(shard, parts[index], unit, likely, other, hint=hint, **TOLERANCES)
 
 
 def _expect_freed(held: Sequence[int], moment: str) -> None:
@@ -203,7 +207,8 @@ def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, ow
     likely = {words: each.chunk(RANKS)[index] for words, each in whole.items()}
     likely |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS))}
     hint = "reduce_scatter_tensor adds up; a mean is a sum divided by the ranks."
-    judge.expect_close(got, mean.chunk(RANKS)[index], said, likely, hint=hint)
+    right = mean.chunk(RANKS)[index]
+    judge.expect_close(got, right, said, likely, hint=hint, **TOLERANCES)
 
 
 @exercise
@@ -504,7 +509,8 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
                 rule = "this rank's own, divided by the ranks"
             said = f"on rank {index}, the {kind} gradient of {name}"
             judge.expect(left[name] is not None, f"{said} is gone")
-            judge.expect_close(left[name], right, said, likely, expected=rule, hint=hint)
+            how: dict[str, Any] = {"expected": rule, "hint": hint}
+            judge.expect_close(left[name], right, said, likely, **how, **TOLERANCES)
 
     judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s)
     seen = "shared gradients are the mean, the experts' their own, divided"

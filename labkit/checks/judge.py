@@ -314,7 +314,7 @@ def judge_cases(
     right: Callable[..., float],
     cases: Sequence[tuple[Any, ...]],
     likely: Callable[..., Mapping[str, float]] = lambda *values: {},
-    rtol: float = 1e-6,
+    rtol: float = 1e-9,
 ) -> Verdict:
     """Compare the answer's numbers with the right ones, up to rounding, so that the order of
     operations is free.
