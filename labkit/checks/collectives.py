@@ -13,10 +13,12 @@ from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import collectives as tasks
 from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
 
-RANKS = 4
+# Numbers of ranks on which an answer has to be right.
+SIZES = 4, 3
+SIZES_TEXT = "4 and 3"
 FLOAT32_BYTES = 4
 WAIT_HINT = "does every receive have its send, and does somebody send before all receive?"
-_on_ranks = partial(judge_on_ranks, "collectives", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
+_on_ranks = partial(judge_on_ranks, "collectives", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
 _is_close = partial(judge.is_tensor_close, atol=1e-5)
 
 
@@ -24,20 +26,20 @@ _is_close = partial(judge.is_tensor_close, atol=1e-5)
 def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 1: send a vector to the next rank and return the previous rank's."""
     (length,) = tasks.VECTOR_LENGTHS["shift"]
-    given = tasks.rank_vectors(length, RANKS)
     hint = "Rank r sends to (r + 1) % ranks and receives from (r - 1) % ranks."
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        got, left = judge.expect_tensor(sent["got"][0], given[index]), (index - 1) % RANKS
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        given = tasks.rank_vectors(length, ranks)
+        got, left = judge.expect_tensor(sent["got"][0], given[index]), (index - 1) % ranks
         likely = {"this rank's own vector": given[index]}
-        likely |= {f"rank {rank}'s vector": given[rank] for rank in range(RANKS)}
+        likely |= {f"rank {rank}'s vector": given[rank] for rank in range(ranks)}
         none, right = "numbers of no rank", f"rank {left}'s"
         judge.expect_close(got, given[left], "the result is", likely, none, right, hint)
         # An all-gather gives the same vector, with more bytes.
         _judge_sent_bytes(given[index].nbytes, sent, "one vector is")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="shift")
-    return passing_verdict(f"{RANKS} ranks traded, and none waited for ever")
+    return passing_verdict(f"{SIZES_TEXT} ranks traded, and none waited for ever")
 
 
 @exercise
@@ -72,11 +74,11 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
 def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 3: an all-reduce made of a reduce-scatter and an all-gather, on 4 real ranks."""
     (length,) = tasks.VECTOR_LENGTHS["in_two"]
-    # The whole vector for the reduce-scatter, then one part for the all-gather.
-    least = length * FLOAT32_BYTES * (RANKS + 1) // RANKS
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        _judge_sum(sent["got"][0], sent["gloo"][0], index)
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        # The whole vector for the reduce-scatter, then one part for the all-gather.
+        least = length * FLOAT32_BYTES * (ranks + 1) // ranks
+        _judge_sum(sent["got"][0], sent["gloo"][0], ranks, index)
         used = {name for name, size in sent["handed"].items() if size}
         said = f"the sums are right, made by {', '.join(sorted(used)) or 'no collective'}"
         right = "reduce_scatter and all_gather"
@@ -86,7 +88,7 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
         expect(handed <= least, said, least, "The all-gather needs one part of each rank.")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="in_two")
-    return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks")
+    return passing_verdict(f"equal to gloo's all-reduce on {SIZES_TEXT} ranks")
 
 
 @exercise
@@ -143,48 +145,48 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
     """Exercise 7: a ring all-reduce of sends and receives alone, on 4 real ranks."""
     lengths = tasks.VECTOR_LENGTHS["ring"]
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         for got, gloo in zip(sent["got"], sent["gloo"], strict=True):
-            _judge_sum(got, gloo, index)
+            _judge_sum(got, gloo, ranks, index)
         used = ", ".join(sorted(sent["handed"].keys() - {"send", "recv"}))
         said = f"the sums are right, but {used} was used"
         expect(not used, said, hint="Use dist.isend and dist.irecv alone.")
-        # 10 elements do not divide by 4 ranks, so the limit counts the largest part of each vector.
-        parts = sum(-(-length // RANKS) for length in lengths)
-        _judge_sent_bytes(2 * (RANKS - 1) * parts * FLOAT32_BYTES, sent, "a ring sends")
+        # 10 elements divide by no size, so the limit counts the largest part of each vector.
+        parts = sum(-(-length // ranks) for length in lengths)
+        _judge_sent_bytes(2 * (ranks - 1) * parts * FLOAT32_BYTES, sent, "a ring sends")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="ring")
     numbers = f"for {' and '.join(map(str, lengths))} numbers, and no byte more than a ring's"
-    return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks, {numbers}")
+    return passing_verdict(f"equal to gloo's all-reduce on {SIZES_TEXT} ranks, {numbers}")
 
 
-def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
+def _judge_sum(found: Tensor | str, gloo: Tensor, ranks: int, index: int) -> None:
     """Raise WrongAnswer, with the likely mistake, unless this is the sum over all ranks."""
-    got, given = judge.expect_tensor(found, gloo), tasks.rank_vectors(len(gloo), RANKS)
+    got, given = judge.expect_tensor(found, gloo), tasks.rank_vectors(len(gloo), ranks)
     total = given.sum(0)
     assert _is_close(gloo, total)
-    right = _matching_parts(got, total)
-    if len(right) == RANKS:
+    right = _matching_parts(got, total, ranks)
+    if len(right) == ranks:
         return
-    is_mean, is_own = _is_close(got, total / RANKS), _is_close(got, given[index])
+    is_mean, is_own = _is_close(got, total / ranks), _is_close(got, given[index])
     expect(not is_mean, "the result is the mean, not the sum", hint="Who divides?")
     hint = "Did anything that arrived go into the result?"
     expect(not is_own, "the result is this rank's own numbers", hint=hint)
     # An answer that adds the finished sum to a part, instead of replacing it, counts this rank
     # and some ranks before it twice.
     before = torch.zeros_like(total)
-    for back in range(RANKS - 1):
-        before = before + given[(index - back) % RANKS]
-        for part in _matching_parts(got, total + before):
+    for back in range(ranks - 1):
+        before = before + given[(index - back) % ranks]
+        for part in _matching_parts(got, total + before, ranks):
             hint = "In the second half what arrives is finished: put it in place of the part."
             raise WrongAnswer(f"part {part} is the sum with numbers added once more", hint=hint)
     # After its first half, a ring has the sum of one part on each rank.
     if len(right) == 1:
         hint = "Every sum is on some rank now. The second half must hand them on."
         raise WrongAnswer(f"only part {right[0]} is the sum over all ranks", hint=hint)
-    wrong = next(part for part in range(RANKS) if part not in right)
+    wrong = next(part for part in range(ranks) if part not in right)
     seen, wanted = (
-        ", ".join(f"{number:.2f}" for number in vector.tensor_split(RANKS)[wrong][:2].tolist())
+        ", ".join(f"{number:.2f}" for number in vector.tensor_split(ranks)[wrong][:2].tolist())
         for vector in (got, total)
     )
     hint = "Which part does a step send, which one arrives, and is it added or put in place?"
@@ -192,8 +194,8 @@ def _judge_sum(found: Tensor | str, gloo: Tensor, index: int) -> None:
     raise WrongAnswer(said, expected=wanted, hint=hint)
 
 
-def _matching_parts(left: Tensor, right: Tensor) -> list[int]:
-    pairs = zip(left.tensor_split(RANKS), right.tensor_split(RANKS), strict=True)
+def _matching_parts(left: Tensor, right: Tensor, ranks: int) -> list[int]:
+    pairs = zip(left.tensor_split(ranks), right.tensor_split(ranks), strict=True)
     return [part for part, pair in enumerate(pairs) if _is_close(*pair)]
 
 
@@ -206,34 +208,34 @@ def _judge_sent_bytes(limit: int, sent: Mapping[str, Any], whose: str) -> None:
 @exercise
 def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 6: data-parallel training by hand on 4 real ranks, compared with one device."""
-    right = tasks.train_all_ranks(RANKS)
-    start = [list(tasks.make_rank_model(index).parameters()) for index in range(RANKS)]
     no_step = "Does each batch end in a step?"
-    likely: dict[str, tuple[Any, str]] = {
-        "has the weights that it began with": (start, no_step),
-        "has rank 0's first weights": ([start[0]] * RANKS, no_step),
-    }
-    # Each mistake is trained here as well, and its weights are compared with the learner's.
-    alone, own_weights = {"together": False}, {"same_start": False}
-    mistakes: list[tuple[str, str, dict[str, Any]]] = [
-        ("trained alone", "All-reduce every gradient before the step.", alone),
-        ("used the sum of all gradients", "The loss is a mean: divide the sum.", {"factor": RANKS}),
-        ("averaged gradients of different models", "First broadcast all weights.", own_weights),
-        ("added the gradients of earlier steps", "Call zero_grad each step.", {"forget": False}),
-        ("trained alone, from its weights", "Broadcast, then all-reduce.", alone | own_weights),
-    ]
-    for words, hint, options in mistakes:
-        likely[words] = (tasks.train_all_ranks(RANKS, **options), hint)
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        own = {words: (ranks[index], hint) for words, (ranks, hint) in likely.items()}
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        start = [list(tasks.make_rank_model(each).parameters()) for each in (index, 0)]
+        likely: dict[str, tuple[Any, str]] = {
+            "has the weights that it began with": (start[0], no_step),
+            "has rank 0's first weights": (start[1], no_step),
+        }
+        # Each mistake is trained here as well, and its weights are compared with the learner's.
+        alone, own = {"together": False}, {"same_start": False}
+        divide, zero = "The loss is a mean: divide the sum.", "Call zero_grad each step."
+        mistakes: list[tuple[str, str, dict[str, Any]]] = [
+            ("trained alone", "All-reduce every gradient before the step.", alone),
+            ("used the sum of all gradients", divide, {"factor": ranks}),
+            ("averaged gradients of different models", "First broadcast all weights.", own),
+            ("added the gradients of earlier steps", zero, {"forget": False}),
+            ("trained alone, from its weights", "Broadcast, then all-reduce.", alone | own),
+        ]
+        for words, hint, options in mistakes:
+            likely[words] = (tasks.train_all_ranks(ranks, **options)[index], hint)
+        right = tasks.train_all_ranks(ranks)[index]
         other = "ended with other weights than one device"
         wanted = "the weights of one device with all samples"
         hint = "In the ranks' turn: broadcast once; loss, gradients, mean, step."
-        judge.expect_close(sent["got"], right[index], "the model", own, other, wanted, hint)
+        judge.expect_close(sent["got"], right, "the model", likely, other, wanted, hint)
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
-    seen = f"{RANKS} ranks ended with the weights of one device that saw all samples"
+    seen = f"{SIZES_TEXT} ranks ended with the weights of one device that saw all samples"
     return passing_verdict(seen)
 
 

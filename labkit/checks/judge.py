@@ -15,6 +15,7 @@ import inspect
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,10 +27,14 @@ from numbers import Integral, Real
 from typing import Any, ParamSpec
 from unittest import mock
 
+import torch
+
 # Bound at import, because an answer may replace torch.allclose, and must not judge itself.
 from torch import Tensor, allclose
 
 from labkit.course import verdict_store
+from labkit.errors import LabError
+from labkit.torch_private import tree_leaves
 
 GREY = "#5F5F5F"
 COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": GREY, "not judged": GREY}
@@ -38,6 +43,10 @@ EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VAL
 # nbgrader sets it for the kernels of `autograde` and `validate`.
 ENV_NBGRADER = "NBGRADER_EXECUTION"
 Parameters = ParamSpec("Parameters")
+# Where Python found labkit; a learner's cell may empty sys.path.
+IMPORT_PATH = list(sys.path)
+# What answers have returned since the check began.
+_returned: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -127,14 +136,22 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
 
     @functools.wraps(check)
     def judge_answer(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Verdict:
+        _returned.clear()
         try:
-            verdict = check(*args, **kwargs)
+            with clean_process_state():
+                verdict = check(*args, **kwargs)
         except NotAttempted:
             verdict = Verdict("not attempted")
         except NotJudged as reason:
             verdict = Verdict("not judged", str(reason))
         except WrongAnswer as reason:
             verdict = Verdict("wrong", str(reason), reason.expected, reason.hint)
+        except Exception as error:
+            # An answer may return anything, such as an object that raises when it is compared.
+            if not _returned or isinstance(error, LabError | OSError):
+                raise
+            seen, reason_text = value_text(_returned[-1]), error_text(error)
+            verdict = Verdict("wrong", f"it gave {seen}, which cannot be read: {reason_text}")
         answer = next(iter([*args, *kwargs.values()]), None)
         # A notebook also shows the verdicts on broken functions; no exercise has their names.
         is_exercise = verdict_store.store_verdict(lab, _safe_answer_name(answer), verdict.state)
@@ -145,6 +162,28 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
         return _NbgraderVerdict(**vars(verdict))
 
     return judge_answer
+
+
+@contextmanager
+def clean_process_state() -> Iterator[None]:
+    """Undo inside the block what a learner's earlier cell may have set for the whole process."""
+    dtype, path, draws = torch.get_default_dtype(), list(sys.path), torch.get_rng_state()
+    sys.path += [each for each in IMPORT_PATH if each not in sys.path]
+    torch.set_default_dtype(torch.float32)
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")
+        try:
+            yield
+        finally:
+            sys.path[:] = path
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(draws)
 
 
 def _safe_answer_name(answer: object) -> str:
@@ -185,7 +224,8 @@ def call_answer(
     raise_if_not_attempted(answer)
     try:
         with _prevent_kernel_exit():
-            return answer(*args, **kwargs)
+            _returned.append(answer(*args, **kwargs))
+            return _returned[-1]
     except KeyboardInterrupt:
         # The learner pressed the stop button.
         raise
@@ -273,6 +313,7 @@ def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor
         said = f"the function returned {got}, not a tensor"
         raise WrongAnswer(said, hint="Does every path return the tensor?")
     expect(got.shape == expected.shape, f"the shape is {(*got.shape,)}", (*expected.shape,), hint)
+    expect(got.dtype == expected.dtype, f"the numbers are {got.dtype}", expected.dtype)
     return got
 
 
@@ -294,6 +335,10 @@ def expect_close(
     and its own hint; the first that is close names the mistake.
     """
     if is_close(got, right, rtol=rtol, atol=atol):
+        for each, wanted in zip(tree_leaves(got), tree_leaves(right), strict=True):
+            if isinstance(wanted, Tensor):
+                said = f"{seen} right, but in {each.dtype}"
+                expect(each.dtype == wanted.dtype, said, wanted.dtype)
         return
     words, shown_hint = otherwise, hint
     for each, mistake in likely.items():

@@ -9,6 +9,7 @@ import linecache
 import re
 import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ THREAD_PATTERN = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
 def judge_on_ranks(
     lab: str,
     *answers: Callable[..., Any],
-    judge: Callable[[int, dict[str, Any]], None] = lambda index, output: None,
-    ranks: int,
+    judge: Callable[[int, int, dict[str, Any]], None] = lambda ranks, index, output: None,
+    sizes: Sequence[int],
     timeout_s: float,
     waiting: str,
     hints: Mapping[str, str] | None = None,
@@ -41,12 +42,47 @@ def judge_on_ranks(
 ) -> list[dict[str, Any]]:
     """Run answers on CPU ranks, judge each rank's output in this process, and return the outputs.
 
-    The module ``lab`` in checks/ranks calls ``run_answer(*answers, **setup)``. ``name_rank`` puts
-    "on rank …" in front of a WrongAnswer of ``judge``. If ranks wait for each other the verdict
-    asks ``waiting``; ``hints`` holds advice by a part of a rank's error text.
+    An answer has to be right on each of these ``sizes``, numbers of ranks, one launch after the
+    other; the outputs are those of the first. The module ``lab`` in checks/ranks calls
+    ``run_answer(*answers, **setup)``, and ``judge`` gets the number of ranks, the rank, and what
+    that rank returned. ``name_rank`` puts "on rank …" in front of its WrongAnswer. If ranks wait
+    for each other the verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error.
     """
     for answer in answers:
         judging.raise_if_not_attempted(answer)
+    run = partial(
+        _run_and_judge,
+        *(lab, answers, judge),
+        timeout_s=timeout_s,
+        waiting=waiting,
+        hints=hints or {},
+        name_rank=name_rank,
+        setup=setup,
+    )
+    first, *others = sizes
+    outputs = run(first)
+    for ranks in others:
+        try:
+            run(ranks)
+        except WrongAnswer as wrong:
+            said = f"right on {first} ranks, but with {ranks} ranks: {wrong}"
+            hint = wrong.hint or f"Does something count on {first} ranks?"
+            raise WrongAnswer(said, expected=wrong.expected, hint=hint) from None
+    return outputs
+
+
+def _run_and_judge(
+    lab: str,
+    answers: Sequence[Callable[..., Any]],
+    judge: Callable[[int, int, dict[str, Any]], None],
+    ranks: int,
+    *,
+    timeout_s: float,
+    waiting: str,
+    hints: Mapping[str, str],
+    name_rank: bool,
+    setup: Mapping[str, Any],
+) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder, content = Path(name), pack_answers(answers)
         (folder / answer_program.ANSWERS_FILE).write_bytes(content)
@@ -56,7 +92,7 @@ def judge_on_ranks(
         try:
             labkit.run(program, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
         except labkit.RankFailed as failure:
-            problem = _failure_reason(failure, folder, ranks, waiting, hints or {})
+            problem = _failure_reason(failure, folder, ranks, waiting, hints)
         except labkit.RunTimedOut as stopped:
             problem = _timeout_reason(stopped, answers, waiting)
         # An answer that calls os._exit(0) ends its rank without a failure.
@@ -68,7 +104,7 @@ def judge_on_ranks(
     if EARLY_EXIT_TEXT not in problem:
         for index, output in zip(done, outputs, strict=True):
             try:
-                judge(index, output)
+                judge(ranks, index, output)
             except WrongAnswer as wrong:
                 said = f"on rank {index}, {wrong}" if name_rank else str(wrong)
                 raise WrongAnswer(said, expected=wrong.expected, hint=wrong.hint) from None

@@ -6,21 +6,25 @@ that judges it here, so a rank raises WrongAnswer only if it cannot go on.
 
 import importlib
 import json
+import os
+import posix
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit import rank
 from labkit.checks.judge import WrongAnswer
+from labkit.session.counted_group import join_counted_group
 from labkit.session.payload import unpack_payload
 
-ANSWERS_FILE = "answers.pickle"
+ANSWERS_FILE, STORE_FILE = "answers.pickle", "group"
 # Ranks with a right answer finish within milliseconds of each other.
 PEER_WAIT_S = 5.0
 EARLY_EXIT_TEXT = "ended before the function returned: does it call exit()?"
@@ -47,22 +51,32 @@ def main(config: Config) -> None:
 
 def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
     """Save what the lab's ``run_answer`` returns for the answers on this rank."""
+    index, ranks = dist.get_rank(), dist.get_world_size()
+    # Every call of the answer is counted, in whatever thread.
+    join_counted_group(dist.FileStore(str(folder / STORE_FILE), ranks), index, ranks)
     try:
-        answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
         module = importlib.import_module(f"labkit.checks.ranks.{lab}")
-        values = plain_cpu_copy(module.run_answer(*answers, **setup))
+        # A function of os is pickled by the name that it has in posix.
+        with patch.object(os, "fork", refuse_fork), patch.object(posix, "fork", refuse_fork):
+            answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
+            values = plain_cpu_copy(module.run_answer(*answers, **setup))
     except SystemExit:
-        raise WrongAnswer(f"rank {dist.get_rank()} {EARLY_EXIT_TEXT}") from None
-    path, partial = output_path(folder, dist.get_rank()), folder / f"{dist.get_rank()}.part"
+        raise WrongAnswer(f"rank {index} {EARLY_EXIT_TEXT}") from None
+    path, partial = output_path(folder, index), folder / f"{index}.part"
     torch.save(values, partial)
     # The rename is atomic: a file under its final name is complete.
     partial.rename(path)
     # Peers that are still busy see an ended rank as a failure, so it waits for them. The wait is
     # bounded, because a peer that is stuck in a collective with this rank has to see it end.
     give_up = time.monotonic() + PEER_WAIT_S
-    everyone = [output_path(folder, index) for index in range(dist.get_world_size())]
+    everyone = [output_path(folder, each) for each in range(ranks)]
     while not all(each.exists() for each in everyone) and time.monotonic() < give_up:
         time.sleep(0.01)
+
+
+def refuse_fork() -> NoReturn:
+    """Raise WrongAnswer in place of a fork, after which two processes would be one rank."""
+    raise WrongAnswer("the function forks: a rank is one process, and a copy of it would send too")
 
 
 def output_path(folder: Path, index: int) -> Path:
@@ -71,13 +85,18 @@ def output_path(folder: Path, index: int) -> Path:
 
 
 def plain_cpu_copy(value: Any) -> Any:
-    """Copy nested values to plain CPU tensors; raise WrongAnswer for meta, sparse or subclasses."""
+    """Copy nested values to plain CPU tensors.
+
+    Raise WrongAnswer for a parameter, a meta or sparse tensor, or another subclass.
+    """
     if isinstance(value, Mapping):
         return {name: plain_cpu_copy(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain_cpu_copy(each) for each in value]
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, nn.Parameter):
+        raise WrongAnswer("the function returned a Parameter, not a plain tensor")
     if value.is_meta or value.layout != torch.strided:
         where = f"{value.layout}, on {value.device}"
         raise WrongAnswer(f"the function returned a tensor without plain numbers: {where}")

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.session.traffic import CommunicationCounter
+from labkit.session.counted_group import GroupTraffic
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
 # gloo buffers short messages. A send of 100,000 elements blocks until its receive is posted, so an
 # answer that deadlocks is caught.
-VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
+VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (12,), "ring": (8, 10)}
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     if what == "train":
         return {"got": run_training(answer)}
     given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
-    with CommunicationCounter() as traffic:
+    with GroupTraffic() as traffic:
         found = [answer(vector.clone(), index, ranks) for vector in given]
     for vector in given:
         dist.all_reduce(vector)
     got = [each if isinstance(each, Tensor) else type(each).__name__ for each in found]
-    return {"got": got, "handed": dict(traffic.bytes), "gloo": given}
+    return {"got": got, "handed": traffic.bytes(), "gloo": given}
 
 
 def run_training(answer: Callable[..., Any], *, same_start: bool = False) -> list[Tensor]:
@@ -38,7 +38,7 @@ def run_training(answer: Callable[..., Any], *, same_start: bool = False) -> lis
     index = dist.get_rank()
     model = make_rank_model(0 if same_start else index)
     answer(model, rank_batches(index), LEARNING_RATE)
-    return list(model.parameters())
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def rank_vectors(length: int, ranks: int) -> Tensor:

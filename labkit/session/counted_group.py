@@ -1,0 +1,149 @@
+"""Count what a process sends, at its process groups: whatever thread or library makes the call.
+
+A ``TorchDispatchMode`` such as traffic.CommunicationCounter sees the calls of one thread. Here each
+group of the process is a ``CountedGroup``, which notes each call and hands it on to gloo.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from labkit.torch_private import tree_leaves
+
+BACKEND = "counted"
+# A group's methods, each with the name of its collective and the place of what the rank hands over.
+# torch 2.13 calls some by another name than earlier versions do.
+METHODS = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+}
+# What gloo calls those that it has under another name, or for one tensor only.
+GLOO_METHODS = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "_allgather_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """One call of a collective or message: the group's name, and the bytes that the rank passed."""
+
+    name: str
+    group: str
+    bytes: int
+    dtype: str
+
+
+# Every call of this process since it started, in order; threads only append.
+calls: list[GroupCall] = []
+# Told of each call as it is made.
+listeners: list[Callable[[GroupCall], None]] = []
+# A group that ended at once could break connections that others are still making.
+_replaced_groups: list[ProcessGroup | None] = []
+
+
+class GroupTraffic:
+    """The calls inside a ``with`` block, by this or any other thread."""
+
+    def __enter__(self) -> "GroupTraffic":
+        self._first = len(calls)
+        self._end: int | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = len(calls)
+
+    def calls(self, group: str | None = None) -> list[GroupCall]:
+        """Return the calls, in order, of all groups or of the one with this name."""
+        return [each for each in calls[self._first : self._end] if group in (None, each.group)]
+
+    def counts(self, group: str | None = None) -> dict[str, int]:
+        """Return how often each collective or message was called."""
+        return dict(Counter(each.name for each in self.calls(group)))
+
+    def bytes(self, group: str | None = None) -> dict[str, int]:
+        """Return the bytes that this rank passed to each, or received with ``recv``."""
+        total: Counter[str] = Counter()
+        for each in self.calls(group):
+            total[each.name] += each.bytes
+        return dict(total)
+
+
+class CountedGroup(ProcessGroup):
+    """A process group of gloo's that notes every call."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, self.gloo)
+        self._set_default_backend(kind)
+
+
+def _noting(method: str) -> Callable[..., Any]:
+    name, place = METHODS[method]
+
+    def call(self: CountedGroup, *args: Any) -> Any:
+        given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
+        dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
+        size = sum(each.nbytes for each in given)
+        noted = GroupCall(name, str(self.group_name), size, " and ".join(sorted(dtypes)))
+        calls.append(noted)
+        for listener in listeners:
+            listener(noted)
+        run = getattr(self.gloo, GLOO_METHODS.get(method, method))
+        if method not in GLOO_METHODS or not method.endswith("coalesced"):
+            return run(*args)
+        # gloo sends one tensor at a time; whoever waits for the last has all.
+        *first, last = zip(*args[:2], strict=True)
+        for pair in first:
+            run(*pair, *args[2:]).wait()
+        return run(*last, *args[2:])
+
+    return call
+
+
+for _method in METHODS:
+    setattr(CountedGroup, _method, _noting(_method))
+
+
+def join_counted_group(store: dist.Store, rank: int, world_size: int) -> None:
+    """Replace this process's default group with a counted one, of the same ranks."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, CountedGroup, devices=["cpu"])
+    _replaced_groups.append(dist.group.WORLD)
+    dist.destroy_process_group()
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
