@@ -27,7 +27,6 @@ for inputs, targets in batches:
 FIRST, ZERO = "dist.broadcast(parameter.data, src=0)", "model.zero_grad()"
 MEAN = "dist.all_reduce(parameter.grad); parameter.grad /= dist.get_world_size()"
 SHIFT = """
-from threading import Thread
 arrived = torch.empty_like(mine)
 handles = [dist.isend(mine, {to} % ranks), dist.irecv(arrived, {source} % ranks)]
 for handle in handles:
@@ -66,7 +65,8 @@ EXERCISES = [
                 to="(rank + 1)", source="(rank - 1)", result="arrived"
             ).replace(
                 "return",
-                "from threading import Thread\nhidden = Thread(target=dist.broadcast, args=(mine, 0))\nhidden.start(); hidden.join()\nreturn",
+                "from threading import Thread\nhidden = Thread(target=dist.broadcast, args=(mine, 0))\n"
+                "hidden.start(); hidden.join()\nreturn",
             ),
             "on rank 0, the numbers are right, but 1,600,000 bytes": """
 everyone = [torch.empty_like(mine) for _ in range(ranks)]
