@@ -4,9 +4,9 @@
     python benchmarks/kills.py --kills 10 --compiles 2
 
 Each kill starts a process that does what a notebook does, a run of one of ``WORK``, and after a random time ends one
-of its processes by SIGKILL: the notebook's, the warm parent, torchrun or a rank. Five seconds later no process of it may
-be alive. After the next start no folder and no network of a killed process may be left. A compile is cut off while
-inductor writes its library; the run after it has to compile anew. Prints a line for each, and last one JSON object.
+process by SIGKILL: the notebook's, the warm parent, torchrun or a rank. Five seconds later none of them may be alive,
+and after the next start no folder and no network of a killed process may be left. A compile is cut off while inductor
+writes its library; the run after it has to compile anew. Prints a line for each, and last one JSON object.
 """
 
 from __future__ import annotations
