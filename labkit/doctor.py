@@ -10,6 +10,7 @@ know. FAIL: a lab cannot run until the fix is made.
 import html
 import importlib.util
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from labkit import requirements, torch_private
+from labkit import compile_cache, requirements, torch_private
 from labkit.requirements import MIN_TORCH_VERSION, parse_version
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
@@ -151,6 +152,17 @@ def check_compiler() -> Finding:
     return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or command)[0])
 
 
+def check_compiled_code() -> Finding:
+    """Check for libraries that a stopped compile has left where torch compiles without labkit."""
+    what, folders = "Compiled code", compile_cache.folders_of_torch()
+    partial = [path for folder in folders for path in compile_cache.partial_libraries(folder)]
+    if not partial:
+        return Finding("OK", what, "no library that a stopped compile has left unfinished")
+    detail = f"{len(partial)} unfinished, such as {partial[0]}: a bare torchrun fails to load them"
+    fix = f"rm {shlex.join(map(str, partial))}"
+    return Finding("NOTE", what, detail, fix, "lab 4 under a bare torchrun")
+
+
 def check_cores() -> Finding:
     """Check the number of cores that this process may use."""
     # A container or taskset may allow fewer than the machine has.
@@ -232,7 +244,8 @@ def check_runs_folder() -> Finding:
 
 TORCH_CHECKS = (check_sharded_convolution, check_torch_features, check_private_names, check_gpus)
 OTHER_CHECKS = (
-    *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder, check_jupyter),
+    *(check_compiler, check_compiled_code, check_cores, check_memory, check_loopback),
+    *(check_runs_folder, check_jupyter),
 )
 
 

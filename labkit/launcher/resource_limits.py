@@ -8,6 +8,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 
+from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
 from labkit.errors import LabError, MemoryCapExceeded
 
 # The first match counts. {files} is the limit of open files.
@@ -24,6 +25,7 @@ FIXES_BY_WORDS = {
         "the GPU has no room: see in `nvidia-smi` who uses it, take a smaller model or batch,"
         " or device='cpu'"
     ),
+    PARTIAL_LIBRARY_WORDS: PARTIAL_LIBRARY_FIX,
     # An error of labkit that says itself what to do.
     (MemoryCapExceeded.__name__,): "",
     ("MemoryError", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc"): (
