@@ -1,8 +1,10 @@
 """labkit.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
 
+import contextlib
 import functools
 import linecache
 import re
+import tempfile
 import threading
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import labkit
 from labkit.checks import extensions, fsdp, on_ranks, spatial, two_dim
 from labkit.checks.ranks import answer_program
+from labkit.errors import LabError
 from labkit.launcher import payload_pickling
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
@@ -286,3 +289,17 @@ def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
     read = torch.load(tmp_path / "sent", weights_only=True)
     assert type(read["a"]) is torch.Tensor and not read["a"].requires_grad
     assert read["b"] == [None, 3, "x"] and read["c"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_disk_that_a_check_fills_is_no_wrong_answer(small_disk, monkeypatch, verdict_on, room):
+    def run(program, **arguments):
+        with contextlib.suppress(OSError):
+            (small_disk / "more").write_bytes(bytes(room))
+        raise labkit.RankFailed(0, "RuntimeError", "PytorchStreamWriter failed writing file", "", small_disk / "log")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    monkeypatch.setattr(labkit, "run", run)
+    (small_disk / "other").write_bytes(bytes(1024 * 1024 - room))
+    with pytest.raises(LabError, match=f"{small_disk}.*(is full: make room|No space left .*make room), or set TMPDIR"):
+        verdict_on("halo_exchange", "return strip")

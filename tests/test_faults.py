@@ -148,6 +148,8 @@ def test_the_processes_of_a_run_are_ended_also_where_no_thread_may_be_started(mo
         ("terminate called after throwing an instance of 'std::system_error'", "--pids-limit"),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "ulimit -v"),
         ("MemoryError: ", "ulimit -v"),
+        ("OSError: [Errno 28] No space left on device", "a disk is full"),
+        ("RuntimeError: PytorchStreamWriter failed writing file data/0: file write failed", "a disk is full"),
         ("InductorError: ImportError: /tmp/torchinductor_me/ab/cab.main.so: file too short", "delete the file"),
         ("CppCompileError: cab.main.o: file not recognized: file truncated", "delete the file"),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "nvidia-smi"),

@@ -17,6 +17,9 @@ FIXES_BY_WORDS = {
         "no more files may be opened here: raise the limit, now {files}, with `ulimit -n 1024` or"
         " more"
     ),
+    ("No space left on device", "PytorchStreamWriter failed writing"): (
+        "a disk is full, or your part of it: delete files there, or write to another disk"
+    ),
     ("can't start new thread", "Resource temporarily unavailable", "std::system_error"): (
         "no more processes or threads may be started here: take fewer ranks, end other"
         " programs, or raise the limit, that of `ulimit -u` or of the container (--pids-limit)"
