@@ -37,6 +37,8 @@ OUTER_VARIABLES = {
     environment.ENV_HOST_INDEX,
     environment.ENV_TOTAL_CORES,
     environment.ENV_CLOCK_AHEAD_S,
+    environment.ENV_SIMULATION,
+    environment.ENV_PROCESS_RANKS,
 }
 STARTUP_FRAMES = (
     *("<frozen runpy>", f"{Path(__file__).parent}{os.sep}"),

@@ -130,7 +130,8 @@ def write_text(path: Path, text: str) -> None:
         with private_files.open_file(unfinished, "w", encoding="utf-8") as file:
             file.write(text)
         unfinished.replace(path)
-    except OSError:
+    # Of a text that UTF-8 cannot hold, a ValueError.
+    except (OSError, ValueError):
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
