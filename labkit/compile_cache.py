@@ -39,7 +39,7 @@ def cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     # If the folder cannot be made, torch reports it when it compiles.
     with contextlib.suppress(OSError):
         folder = own_folder()
-        remove_partial_libraries(folder)
+        partial_libraries(folder, remove=True)
         return {ENV_COMPILE_CACHE: str(folder)}
     return {}
 
@@ -49,22 +49,21 @@ def own_folder() -> Path:
     return private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
 
 
-def remove_partial_libraries(folder: Path) -> None:
-    """Remove the libraries in a folder that are not whole, except those being compiled now."""
-    for library in partial_libraries(folder):
-        # torch holds this lock while it compiles. If another process has it, that one goes on.
+def partial_libraries(folder: Path, *, remove: bool = False) -> list[Path]:
+    """List, or remove, the libraries in a folder that are not whole and not being compiled now."""
+    found = []
+    for library in sorted(folder.glob("*/*")):
+        if library.suffix not in LIBRARY_SUFFIXES or not _is_partial(library):
+            continue
+        # torch holds this lock while it compiles; without the folder nothing was compiled lately.
         lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
-        with contextlib.suppress(OSError):
-            lock.parent.mkdir(exist_ok=True)
-            with private_files.lock_file(lock, timeout_s=0):
-                if _is_partial(library):
+        held = private_files.lock_file(lock, timeout_s=0) if lock.parent.is_dir() else None
+        with contextlib.suppress(OSError), held or contextlib.nullcontext():
+            if _is_partial(library):
+                found.append(library)
+                if remove:
                     library.unlink()
-
-
-def partial_libraries(folder: Path) -> list[Path]:
-    """List the libraries in a folder of compiled code that are not whole."""
-    found = (path for path in folder.glob("*/*") if path.suffix in LIBRARY_SUFFIXES)
-    return sorted(filter(_is_partial, found))
+    return found
 
 
 def _is_partial(library: Path) -> bool:

@@ -115,8 +115,8 @@ def display_path(path: str | Path) -> str:
 def check_sharded_convolution() -> Finding:
     """Check DTensor's own convolution on sharded images, which has been wrong on every version."""
     version, seen = parse_version(torch_private.TORCH_VERSION), "wrong"
-    if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}:
-        seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0), (2, 14, 1)}:
+        seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.14,"
     why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
     detail = f"{seen} on torch {torch_private.TORCH_VERSION} ({why})"
     fix, labs = "use strategy local or dtensor", "lab 1, strategy native"

@@ -52,10 +52,8 @@ def test_a_library_that_another_run_is_compiling_now_stays(folder):
     library = write(folder, "caa.main.so", b"")
     (folder / "locks").mkdir()
     with private_files.lock_file(folder / "locks" / "caa.lock"):
-        compile_cache.remove_partial_libraries(folder)
-        assert library.exists()
-    compile_cache.remove_partial_libraries(folder)
-    assert not library.exists()
+        assert not compile_cache.partial_libraries(folder, remove=True) and library.exists()
+    assert compile_cache.partial_libraries(folder, remove=True) == [library] and not library.exists()
 
 
 def test_the_doctor_says_what_to_delete_from_torchs_own_folders(folder, tmp_path, monkeypatch):

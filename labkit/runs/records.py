@@ -117,7 +117,7 @@ def record_problem(line: Any, ranks: int = MAX_INT64) -> str:
         allowed = (int, float) if wanted is float else wanted
         if not isinstance(value, allowed) or isinstance(value, bool):
             return f"{name} = {value!r} is not {wanted.__name__}"
-        if name == "rank" and not 0 <= value < ranks:
+        if name == "rank" and isinstance(value, int) and not 0 <= value < ranks:
             return f"rank = {value} is none of 0 to {ranks - 1}, the ranks of the run"
         if isinstance(value, int) and abs(value) > MAX_INT64:
             return f"{name} has {len(str(abs(value)))} digits, more than 64 bits hold"
