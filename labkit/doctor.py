@@ -95,6 +95,9 @@ def check_torch() -> Finding:
     # A missing shared library raises an OSError.
     except (ImportError, OSError) as error:
         return Finding("FAIL", "PyTorch", f"not importable: {error}", fix, EVERY_LAB)
+    if not hasattr(torch, "version"):
+        fix = "rename it, or take its folder off PYTHONPATH"
+        return Finding("FAIL", "PyTorch", f"hidden by {torch.__file__}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch_private.TORCH_VERSION}, built for {build}"
     if parse_version(torch_private.TORCH_VERSION) < MIN_TORCH_VERSION:
