@@ -28,7 +28,7 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.compiling import apply_compile, count_compiled_graphs
 from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
-from labkit.parallel.saving import CheckpointFolder, load_training, save_training
+from labkit.parallel.saving import CheckpointFolder, load_problem, load_training, save_training
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.parity.one_device import Rounding, cast_floats, require_gradients
@@ -172,8 +172,8 @@ class Config(WrapConfig):
             yield f"{rule}: name a folder, which is made if need be"
         if self.save and (save.exists() or not save.absolute().parent.is_dir()):
             yield f"save {self.save!r} must be a new name in a folder that there is"
-        if self.load and not load.exists():
-            yield f"load {self.load!r} is not there: give what save wrote"
+        if self.load and (problem := load_problem(load)):
+            yield f"load {self.load!r} {problem}: give what save wrote"
 
 
 def main(config: Config) -> None:

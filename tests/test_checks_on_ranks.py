@@ -1,8 +1,10 @@
 """labkit.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
 
+import contextlib
 import functools
 import linecache
 import re
+import tempfile
 import threading
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import labkit
 from labkit.checks import collectives, extensions, fsdp, on_ranks, spatial, two_dim
 from labkit.checks.ranks import answer_program
+from labkit.errors import LabError
 from labkit.launcher import payload_pickling
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
@@ -321,3 +324,17 @@ def test_ranks_that_wait_for_each_other_are_told_the_line(answer_to):
     answer = answer_to("def shift(mine, rank, ranks):", body, IMPORTS)
     seen = collectives.shift(answer, timeout_s=5).detail
     assert re.search(r"rank \d in line 2 of shift, `dist.send\(mine, \(rank \+ 1\) % ranks\)`: does every", seen)
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_disk_that_a_check_fills_is_no_wrong_answer(small_disk, monkeypatch, verdict_on, room):
+    def run(program, **arguments):
+        with contextlib.suppress(OSError):
+            (small_disk / "more").write_bytes(bytes(room))
+        raise labkit.RankFailed(0, "RuntimeError", "PytorchStreamWriter failed writing file", "", small_disk / "log")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    monkeypatch.setattr(labkit, "run", run)
+    (small_disk / "other").write_bytes(bytes(1024 * 1024 - room))
+    with pytest.raises(LabError, match=f"{small_disk}.*(is full: make room|No space left .*make room), or set TMPDIR"):
+        verdict_on("halo_exchange", "return strip")

@@ -231,17 +231,22 @@ def test_cells_without_ids_are_found_by_their_text(course, tmp_path):
     assert len({cell.id for cell in merged.cells}) == len(merged.cells)
 
 
-def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tmp_path):
+@pytest.mark.parametrize("broken", ['{"cells": [', "half a character"])
+def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tmp_path, broken):
     course(BEFORE, "01_first")
     course(BEFORE, "02_sample")
     mine = tmp_path / "my"
     copies.make_copies(mine)
-    (mine / "01_first.ipynb").write_text('{"cells": [')
+    if broken == "half a character":
+        content = json.loads((mine / "01_first.ipynb").read_text())
+        content["cells"][0]["source"] = "\ud800"
+        broken = json.dumps(content)
+    (mine / "01_first.ipynb").write_text(broken)
     course(AFTER, "01_first")
     course(AFTER, "02_sample")
     (second,), (first,) = copies.update_copies(mine)
     assert re.search(words("01_first.ipynb … python -m labkit reset 01_first"), first)
-    assert (mine / "01_first.ipynb").read_text() == '{"cells": ['
+    assert (mine / "01_first.ipynb").read_text() == broken
     assert "cells with a new text" in second
 
 

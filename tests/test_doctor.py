@@ -46,6 +46,7 @@ def test_release_reads_any_build(version, numbers):
         ("2.11.0", "wrong on torch 2.11.0 (gradients are lost)"),
         ("2.12.0", "wrong on torch 2.12.0 (pytorch/pytorch#191926)"),
         ("2.13.0+cu130", "wrong on torch 2.13.0+cu130 (pytorch/pytorch#191926)"),
+        ("2.14.1", "wrong on torch 2.14.1 (pytorch/pytorch#191926)"),
         ("2.12.1", "never measured"),
         ("2.14.0", "never measured"),
     ],

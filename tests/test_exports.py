@@ -52,16 +52,28 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "nameless.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"name": ""}))
     (tmp_path / "odd.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"verdicts": {"fsdp": 3}}))
+    good = json.loads(thirty[0].read_text())
+    for name, change in {
+        "surrogate": {"name": "\ud800"},
+        "lab": {"verdicts": {"\udcff": {}}},
+        "year1": {"when": "0001-01-01T00:00:00+14:00"},
+        "year9999": {"when": "9999-12-31T23:59:59-14:00"},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(good | change))
     newer = json.loads(thirty[3].read_text()) | {"when": "2999-01-01T00:00:00+00:00", "verdicts": {}}
     (tmp_path / "00_again.json").write_text(json.dumps(newer))
-    files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json")]
+    files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json"), 5000 * "x"]
     assert main(["collect", *files, "--csv", str(tmp_path / "table.csv")]) == 1
     said = capsys.readouterr()
-    assert "30 of 37 files" in said.out
+    assert "30 of 42 files" in said.out
     for name, why in {
         "broken": "not JSON",
         "foreign": "not made by `python -m labkit export`",
         "binary": "not JSON",
+        "surrogate": r"broken \(surrogates not allowed\)",
+        "lab": r"broken \(surrogates not allowed\)",
+        "year1": "its name, version or time is missing",
+        "year9999": "its name, version or time is missing",
         "nameless": "its name, version or time is missing",
         "odd": "holds no verdicts",
         "missing": "cannot be read",

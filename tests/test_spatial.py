@@ -6,6 +6,7 @@ Bytes and counts are held against theory exactly, peak activations within 5 %.
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from fixture_cells import run_cells
 from programs.spatial_cases import CASES
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 import labkit
 from labkit import requirements
 from labkit.models.convnext import ConvNeXt
+from labkit.parallel import spatial as parallel
 from labkit.parallel.spatial import apply_spatial, axis_index, own_samples, shard_batch
 from labkit.theory import sizes, spatial
 
@@ -279,3 +282,18 @@ def test_a_batch_is_cut_where_the_mesh_says(five_ranks):
 def test_program_refuses_what_cannot_work_before_anything_starts(arguments, message):
     with pytest.raises(labkit.ParameterError, match=message):
         labkit.run("convnext_spatial", **arguments)
+
+
+@pytest.mark.parametrize(("version", "label"), [((2, 13), Replicate()), ((2, 14), Shard(3))])
+def test_a_staged_native_run_takes_the_label_that_each_torch_gives_a_gradient(monkeypatch, version, label):
+    """With the wrong one torch gathers the gradient: "returned an invalid gradient … [5, 256, 8, 32]"."""
+    labels = types.SimpleNamespace(from_local=lambda strip, mesh, placements, grad_placements: grad_placements)
+    conv = torch.nn.Conv2d(1, 1, 1)
+    monkeypatch.setattr(parallel.requirements, "torch_version", lambda: version)
+    monkeypatch.setattr(parallel, "DTensor", labels)
+    parallel._relabel_as_strips(torch.nn.Sequential(conv))
+    (relabel,) = conv._forward_pre_hooks.values()
+    strip = types.SimpleNamespace(
+        to_local=lambda: None, device_mesh=types.SimpleNamespace(ndim=1), placements=[Shard(3)]
+    )
+    assert relabel(conv, (strip,)) == [label]

@@ -75,8 +75,8 @@ def export_progress(
     """
     known = _load_verdicts(folder)
     whose = (name if name is not None else _ask_name()).strip()
-    # A name may hold spaces and slashes, its file's name may not.
-    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
+    # A name may hold spaces and slashes, and be long; its file's name may not.
+    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)[:100]
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
     print(f"wrote {path}, of {whose}")

@@ -129,7 +129,10 @@ def _read_notebook(path: Path) -> Any:
     import nbformat
 
     try:
-        return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        # JSON may hold half a character, which could not be written again.
+        nbformat.writes(notebook).encode()
+        return notebook
     # A half-written file can raise anything, besides nbformat's own errors.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]

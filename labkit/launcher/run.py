@@ -38,6 +38,7 @@ DEVICES = ("auto", "cpu", "cuda")
 RANKS_PER_CORE = 64
 # A file name may have 255 characters.
 MAX_PROGRAM_NAME_CHARACTERS = 100
+MAX_SHOWN_CHARACTERS = 300
 
 
 def run(
@@ -320,14 +321,15 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     """Return a program's file, and what the worker executes: a module name or that file's path."""
     if str(program).endswith(".py"):
         path = Path(os.path.expanduser(program)).resolve()
-        if not path.is_file():
-            raise ParameterError(f"there is no program {path}")
+        if not os.path.isfile(path):
+            raise ParameterError(f"there is no program {str(path)[:MAX_SHOWN_CHARACTERS]}")
         ours = path.parent == ROOT / "launch" or path.is_relative_to(ROOT / "labkit")
         return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
         fix = f"Give the path of a .py file or one of: {', '.join(found)}"
-        raise ParameterError(f"no program is called {str(program)!r}. {fix}")
+        name = str(program)[:MAX_SHOWN_CHARACTERS]
+        raise ParameterError(f"no program is called {name!r}. {fix}")
     return found[str(program)], f"launch.{program}"
 
 

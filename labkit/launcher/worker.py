@@ -92,6 +92,9 @@ def _refuse_smaller_world() -> None:
 
 def is_echo(error: BaseException) -> bool:
     """Tell whether an exception looks like the consequence of another rank's failure."""
+    # Such as an error that says what was to be saved when another rank left.
+    if error.__context__ and is_echo(error.__context__):
+        return True
     # torch is not imported here, so its class is known by name.
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True

@@ -201,9 +201,10 @@ def _relabel_as_strips(model: nn.Module) -> None:
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
         x, mesh = args[0].to_local(), args[0].device_mesh
-        # torch calls the gradient of a strip replicated.
-        replicated = [Replicate()] * mesh.ndim
-        return DTensor.from_local(x, mesh, args[0].placements, grad_placements=replicated)
+        # Until 2.13 torch calls the gradient of a strip replicated, since 2.14 a strip.
+        strips, replicated = args[0].placements, [Replicate()] * mesh.ndim
+        labels = replicated if requirements.torch_version() < (2, 14) else strips
+        return DTensor.from_local(x, mesh, strips, grad_placements=labels)
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
         strips = args[0].placements

@@ -80,16 +80,17 @@ def _is_safe_parent(place: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Let one process in at a time; raise TimeoutError if another stays in for ten seconds."""
+def lock_file(path: Path, timeout_s: float | None = None) -> Iterator[None]:
+    """Let one process in at a time; raise TimeoutError if another stays in, by default for 10 s."""
     # What another user may have put in its place is neither followed nor waited for.
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
         # flock has no time limit of its own.
-        give_up = time.monotonic() + LOCK_TIMEOUT_S
+        timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+        give_up = time.monotonic() + timeout_s
         while not _try_lock(number):
             if time.monotonic() > give_up:
-                what = f"another process keeps it locked for more than {LOCK_TIMEOUT_S:g} s"
+                what = f"another process keeps it locked for more than {timeout_s:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, what, str(path))
             time.sleep(LOCK_POLL_PERIOD_S)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ FIELD_TYPES = {
     name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()
 }
 MAX_RANKS = 1_000_000
+MAX_SHOWN_CHARACTERS = 300
 # Fields that every run.json has.
 RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 # Fields of run.json besides, where ranks were simulated.
@@ -282,11 +284,11 @@ def _count_text(number: int, thing: str) -> str:
 def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder; RecordError names a malformed file."""
     path = Path(folder).resolve()
-    if not RunFolder(path).run_json.exists():
+    if not os.path.exists(RunFolder(path).run_json):
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
-        raise RunFileNotFound(f"{path} holds no run.json: {rule}")
+        raise RunFileNotFound(f"{str(path)[:MAX_SHOWN_CHARACTERS]} holds no run.json: {rule}")
     info = _read_run_info(RunFolder(path))
-    found = records.read_records(path)
+    found = records.read_records(path, info["nproc"])
     return RunResult(path, info, found.lines, found.incomplete_files)
 
 

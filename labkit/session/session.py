@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
+from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
 from labkit.environment import ENV_DEVICE, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
@@ -252,6 +253,8 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         if payload.current_run_folder():
             # labkit's worker runs this program; it reports the error and leaves.
             raise
+        if any(words in str(error) for words in PARTIAL_LIBRARY_WORDS):
+            error.add_note(PARTIAL_LIBRARY_FIX)
         exit_process(print_error_and_status(error))
     exit_process(0)
 
