@@ -11,6 +11,9 @@ from importlib import metadata
 import pytest
 import yaml
 
+from labkit import torch_private
+from labkit.requirements import MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION, parse_version
+
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -96,8 +99,10 @@ def test_pip_finds_every_package_of_environment_yml_at_its_pinned_version(conda,
 
 
 def test_pinned_torch_is_in_the_supported_range(project, pins):
-    assert "torch>=2.11" in project["dependencies"]
-    assert pins["torch"] == "2.13.0"
+    least, most = (".".join(map(str, each)) for each in (MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION))
+    assert f"torch>={least},<{most}" in project["dependencies"]
+    assert pins["torch"] == torch_private.SEEN[-1]
+    assert MIN_TORCH_VERSION <= parse_version(pins["torch"]) < UNTESTED_TORCH_VERSION
 
 
 def test_every_requirement_of_every_pinned_package_is_pinned(project, pins):
