@@ -184,7 +184,7 @@ def interrupt_text(stopped: KeyboardInterrupt, text: str) -> str:
 
 
 def places_text(stacks: Mapping[int, str], text: str) -> str:
-    """Return the marked line of the cell at which these stacks were, once for ranks that share it."""
+    """Return the marked line of the cell that each stack was at, once for ranks that share it."""
     places = {}
     for rank, stack in sorted(stacks.items()):
         places[rank] = f"not in the cell: {stack.strip()}"
