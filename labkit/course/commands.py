@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
+from labkit.errors import LabError, ParameterError
 
 FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
 LAB = tyro.conf.arg(metavar="LAB", help="The lab: its number, or the notebook's name.")
@@ -42,7 +43,7 @@ def start_lab(
 
 
 def reset_lab(name: LabName, /, folder: CopiesFolder = None) -> None:
-    """Begin a lab again with a fresh copy; the earlier one stays beside it, named with the time."""
+    """Begin a lab again with a fresh copy; the earlier one is kept in my/earlier/."""
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     kept = copies.reset_copy(wanted, place)
     print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
@@ -79,7 +80,8 @@ def export_progress(
     plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
-    print(f"wrote {path}, of {whose}")
+    passed = sum(each.state == "passed" for lab in known.values() for each in lab.values())
+    print(f"wrote {path}, of {whose}; exercises passed: {passed}")
 
 
 def _ask_name() -> str:
@@ -106,6 +108,8 @@ def collect_exports(
         csv: Where to write the table for a spreadsheet.
         html: Where to write it as a page.
     """
+    if not files:
+        raise ParameterError("no file is given: name those that `export` wrote, such as *.json")
     found, problems = exports.newest_exports(files)
     frame = exports.progress_frame(found)
     if csv:
@@ -114,7 +118,7 @@ def collect_exports(
         exports.write_html(frame, html)
     written = " and ".join(str(path) for path in (csv, html) if path)
     print(f"{len(found)} of {len(files)} files{' in ' if written else ''}{written}")
-    if not written:
+    if found and not written:
         print(frame["passed"].to_string())
     return _print_problems(problems)
 
@@ -131,7 +135,12 @@ def _copies_folder(named: Path | None) -> Path:
 
 
 def _load_verdicts(folder: Path | None) -> verdict_store.Verdicts:
-    return verdict_store.read_verdicts(_copies_folder(folder) / verdict_store.PROGRESS_FILE)
+    place = _copies_folder(folder)
+    path = place / verdict_store.PROGRESS_FILE
+    if not (copies.has_copies(place) or path.exists()):
+        fix = "go to the folder that holds my/, or name yours with --folder"
+        raise LabError(f"{place} holds no copies of the labs: {fix}")
+    return verdict_store.read_verdicts(path)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
