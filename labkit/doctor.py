@@ -30,7 +30,11 @@ from labkit.runs.folder import runs_folder
 GIB = 1024**3
 EVERY_LAB = "all labs"
 JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
-COLOURS = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
+COLOURS = {
+    "OK": "var(--jp-success-color0, #2e7d32)",
+    "NOTE": "#b26a00",
+    "FAIL": "var(--jp-error-color1, #c62828)",
+}
 
 
 @dataclass(frozen=True)
