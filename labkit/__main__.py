@@ -18,6 +18,7 @@
     python -m labkit progress                     # which exercises have passed
     python -m labkit export                       # the same as a file for a teacher
     python -m labkit collect *.json --csv table.csv --html table.html
+    python -m labkit judge my/*.ipynb             # executes them; status 1 unless all passes
 
 Exit status:
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
+from labkit.course import copies, exports, judging, jupyter, lab_catalog, verdict_store
 from labkit.errors import LabError, ParameterError
 
 FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
+NOTEBOOK = tyro.conf.arg(metavar="NOTEBOOK")
 LAB = tyro.conf.arg(metavar="LAB", help="The lab: its number, or the notebook's name.")
 LabName = Annotated[tyro.conf.Positional[str], LAB]
 HERE = tyro.conf.arg(help="Where the copies are; by default my/.")
@@ -123,6 +124,28 @@ def collect_exports(
     return _print_problems(problems)
 
 
+def judge_notebooks(
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], NOTEBOOK],
+    /,
+    cell_timeout_s: float = 300,
+) -> int:
+    """Execute notebooks in fresh kernels; status 1 unless every exercise passes. No file changes.
+
+    Args:
+        files: Copies of labs, such as my/02_fsdp_wrapping.ipynb.
+        cell_timeout_s: Seconds that one cell may take.
+    """
+    if not files:
+        raise ParameterError("no notebook is given: name copies of labs, such as my/*.ipynb")
+    all_pass = True
+    for path in files:
+        print(f"executes {path}, which starts ranks", file=sys.stderr, flush=True)
+        judgement = judging.judge_notebook(path, cell_timeout_s)
+        print(f"{path}: {judgement}", flush=True)
+        all_pass = all_pass and judgement.ok
+    return 0 if all_pass else 1
+
+
 def _print_problems(problems: list[str]) -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -150,4 +173,5 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "progress": show_progress,
     "export": export_progress,
     "collect": collect_exports,
+    "judge": judge_notebooks,
 }

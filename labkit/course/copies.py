@@ -116,7 +116,7 @@ def _update_copy(folder: Path, lab: Lab) -> str:
     if not pristine.exists():
         fix = f"keep it beside and begin again: python -m labkit reset {lab.name}"
         raise LabError(f"It is unknown what {copy} was made from; {fix}")
-    base, new, mine = map(_read_notebook, (pristine, lab.path, copy))
+    base, new, mine = map(read_notebook, (pristine, lab.path, copy))
     if base == new:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
@@ -133,7 +133,8 @@ def _update_copy(folder: Path, lab: Lab) -> str:
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
 
 
-def _read_notebook(path: Path) -> Any:
+def read_notebook(path: Path) -> Any:
+    """Read a copy; raise LabError if it is no notebook."""
     import nbformat
 
     try:
