@@ -44,7 +44,7 @@ def judge_notebook(path: Path, cell_timeout_s: float) -> Judgement:
         raise LabError(f"{path} has no exercises: give a copy of a lab")
     try:
         from nbclient import NotebookClient
-        from nbclient.exceptions import CellControlSignal, DeadKernelError
+        from nbclient.exceptions import CellControlSignal
     except ImportError:
         raise LabError("no nbclient here: pip install 'labkit[notebook]'") from None
     options: dict[str, Any] = {
@@ -60,7 +60,8 @@ def judge_notebook(path: Path, cell_timeout_s: float) -> Judgement:
         verdicts = Path(folder, verdict_store.PROGRESS_FILE)
         try:
             client.execute(env=os.environ | {ENV_VERDICTS: str(verdicts)})
-        except (CellControlSignal, DeadKernelError) as stopped:
+        # A RuntimeError is that of a kernel that died, or never started.
+        except (CellControlSignal, RuntimeError) as stopped:
             # The text has the colours of a terminal.
             error = re.sub(r"\x1b\[[0-9;]*m", "", str(stopped)).strip()
         said = verdict_store.read_verdicts(verdicts)
