@@ -114,7 +114,7 @@ def _update_copy(folder: Path, lab: Lab) -> str:
 
     copy, pristine = folder / lab.path.name, _pristine_path(folder, lab)
     if not pristine.exists():
-        fix = f"keep it in my/earlier/ and begin again: python -m labkit reset {lab.name}"
+        fix = f"begin again, which keeps it: python -m labkit reset {lab.name}"
         raise LabError(f"It is unknown what {copy} was made from; {fix}")
     base, new, mine = map(read_notebook, (pristine, lab.path, copy))
     if base == new:
@@ -142,5 +142,5 @@ def read_notebook(path: Path) -> Any:
     # A half-written file can raise anything, besides nbformat's own errors.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
-        fix = f"mend it, or keep it in my/earlier/ and begin again: python -m labkit reset {path.stem}"
+        fix = f"mend it, or begin again, which keeps it: python -m labkit reset {path.stem}"
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None
