@@ -14,10 +14,11 @@
 
     python -m labkit lab                          # JupyterLab on your copies of the labs, in my/
     python -m labkit update                       # what is new in the labs, into your copies
-    python -m labkit reset 2                      # a fresh copy of lab 2; yours stays beside it
+    python -m labkit reset 2                      # a fresh copy of lab 2; yours is kept
     python -m labkit progress                     # which exercises have passed
     python -m labkit export                       # the same as a file for a teacher
     python -m labkit collect *.json --csv table.csv --html table.html
+    python -m labkit judge my/*.ipynb             # executes them; status 1 unless all passes
 
 Exit status:
 
@@ -83,7 +84,7 @@ class RunCommand:
     def execute(self, **arguments: Any) -> int:
         """Launch the program and print its summary; return 1 if a check is not ok."""
         result = labkit.run(**arguments)
-        print(result.summary().to_string())
+        print(result.table_text())
         if result.verdict_text:
             print(result.verdict_text)
         print(f"recorded in {result.folder}")

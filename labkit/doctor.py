@@ -24,14 +24,18 @@ from typing import Literal
 import psutil
 
 from labkit import compile_cache, requirements, torch_private
-from labkit.requirements import MIN_TORCH_VERSION, parse_version
+from labkit.requirements import MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION, parse_version
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
 
 GIB = 1024**3
 EVERY_LAB = "all labs"
 JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
-COLOURS = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
+COLOURS = {
+    "OK": "var(--jp-success-color0, #2e7d32)",
+    "NOTE": "#b26a00",
+    "FAIL": "var(--jp-error-color1, #c62828)",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """Check PyTorch's version and build."""
-    fix = f"pip install 'torch>={'.'.join(map(str, MIN_TORCH_VERSION))}'"
+    least, most = (".".join(map(str, each)) for each in (MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION))
+    fix = f"pip install 'torch>={least},<{most}'"
     try:
         import torch
     # A missing shared library raises an OSError.
@@ -100,8 +105,12 @@ def check_torch() -> Finding:
         return Finding("FAIL", "PyTorch", f"hidden by {torch.__file__}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch_private.TORCH_VERSION}, built for {build}"
-    if parse_version(torch_private.TORCH_VERSION) < MIN_TORCH_VERSION:
+    version = parse_version(torch_private.TORCH_VERSION)
+    if version < MIN_TORCH_VERSION:
         return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
+    if version >= UNTESTED_TORCH_VERSION:
+        detail += f", and labkit was tested up to torch {torch_private.SEEN[-1]}"
+        return Finding("FAIL", "PyTorch", detail, fix, "any lab may stop")
     if not torch.distributed.is_available():
         detail, fix = f"{detail}, without torch.distributed", "install an official build of PyTorch"
         return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)

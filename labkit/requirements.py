@@ -8,8 +8,8 @@ import socket
 import sys
 from importlib import metadata
 
-# As in pyproject.toml.
-MIN_TORCH_VERSION = (2, 11)
+# As in pyproject.toml: from the first on, and below the second.
+MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION = (2, 11), (2, 14)
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"

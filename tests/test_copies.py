@@ -258,7 +258,7 @@ def test_a_copy_of_unknown_origin_is_left_alone(course, tmp_path):
     assert re.search(words("02_sample.ipynb … reset 02_sample"), said)
 
 
-def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
+def test_a_reset_keeps_the_earlier_copy_each_time_in_one_folder_with_the_time_first(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
     lab = lab_catalog.find_lab("02_sample")
     assert copies.reset_copy(lab, mine) is None
@@ -267,7 +267,9 @@ def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
         (mine / path.name).write_text(text)
         kept.append(copies.reset_copy(lab, mine))
     assert [path.read_text() for path in kept] == ["first", "second"]
-    assert all(re.fullmatch(r"02_sample\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?\.ipynb", path.name) for path in kept)
+    name = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?_02_sample\.ipynb"
+    assert all(path.parent == mine / "earlier" and re.fullmatch(name, path.name) for path in kept)
+    assert [each.name for each in mine.glob("*.ipynb")] == [path.name], "JupyterLab shows one notebook of this lab"
     assert (mine / path.name).read_text() == path.read_text()
 
 
@@ -365,7 +367,8 @@ def test_commands_say_what_they_did(course, tmp_path, capsys):
     mine = str(tmp_path / "my")
     assert main(["reset", "2", "--folder", mine]) == 0
     assert main(["reset", "2", "--folder", mine]) == 0
-    assert re.search(r"made .*02_sample.ipynb; the earlier one is .*02_sample\.2", capsys.readouterr().out)
+    kept = r"made .*02_sample.ipynb; the earlier one is .*my/earlier/20.*_02_sample\.ipynb"
+    assert re.search(kept, capsys.readouterr().out)
     course(AFTER)
     assert main(["update", "--folder", mine]) == 0
     assert "02_sample: 5 cells with a new text, 1 new, 1 removed, 0 left as you have them" in capsys.readouterr().out

@@ -109,7 +109,7 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
     )
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
-    assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
+    assert "wrote labkit-Ada_B____Lovelace.json, of Ada B. / Lovelace; exercises passed: 1" in capsys.readouterr().out
     found = exports.read_export(tmp_path / "labkit-Ada_B____Lovelace.json")
     assert (found.name, found.labkit) == ("Ada B. / Lovelace", metadata.version("labkit"))
     assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
@@ -117,6 +117,25 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
     assert exports.read_export(tmp_path / "mine.json").name
     assert main(["export", "mine.json", "--name", "  ", "--folder", str(tmp_path)]) == 1
     assert "needs a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "progress"])
+def test_a_folder_without_copies_is_refused(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--folder", "elsewhere"]) == 1
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'elsewhere'} holds no copies of the labs: go to the folder that holds my/, or name yours with"
+        " --folder\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_collect_wants_files_and_shows_no_table_of_nobody(tmp_path, capsys):
+    assert main(["collect"]) == 2
+    assert capsys.readouterr().err == "no file is given: name those that `export` wrote, such as *.json\n"
+    assert main(["collect", str(tmp_path / "*.json")]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "0 of 1 files\n" and "*.json: cannot be read" in shown.err
 
 
 def test_export_writes_over_no_other_file(tmp_path):

@@ -436,6 +436,11 @@ def _run_ranks(
         status = watch_ranks(
             backend.wait, has_failed, timeout_s=request.timeout_s, on_timeout=raise_timeout
         )
+    except KeyboardInterrupt as interrupt:
+        # For %%torchrun. Other hosts might be slow to answer, and an interrupted run has to end.
+        if not request.hosts:
+            interrupt.stacks = backend.stacks(request.active_ranks)  # type: ignore[attr-defined]
+        raise
     finally:
         _run_uninterrupted(lambda: immortal.extend(backend.stop()))
         folder.remove_torchrun_files()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +206,12 @@ class RunResult:
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
+    def table_text(self) -> str:
+        """Return the summary as text: a row for each value, a column for each rank."""
+        table = self.summary().map(_value_text).T
+        # Ranks that do not fit beside each other follow in further blocks.
+        return table.to_string(line_width=shutil.get_terminal_size((100, 24)).columns)
+
     # Both are cached, because an explorer reads many values while a control is moved.
     @cached_property
     def _rank_values(self) -> dict[int, dict[str, Any]]:
@@ -222,8 +231,7 @@ class RunResult:
         }
 
     def __repr__(self) -> str:
-        table = self.summary().round(3).to_string()
-        return "\n".join([*self._headlines(), table, *self._warnings()])
+        return "\n".join([*self._headlines(), self.table_text(), *self._warnings()])
 
     def _repr_html_(self) -> str:
         headlines, warnings = (
@@ -240,6 +248,15 @@ class RunResult:
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
         return [f"{path.name}: {cut}" for path in self.incomplete_files]
+
+
+def _value_text(value: Any) -> str:
+    if not isinstance(value, Real):
+        return str(value)
+    # A rank without this value has nan.
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"
 
 
 def _read_if_there(path: Path) -> str:

@@ -15,6 +15,9 @@
 # You need PyTorch on one device, and nothing of distributed training. You need no GPU. The core path takes about 95
 # minutes. Sections marked *optional* can wait. Exercises have one to three dots, from easy (•) to hard (•••). Some
 # cells fail on purpose; the text says so before each.
+#
+# Shift+Enter runs a cell. After a break or a restart the kernel knows neither `%%torchrun` nor your functions, so choose
+# *Run All Above Selected Cell* from the menu *Run* before you go on.
 
 # %% [markdown]
 # ## What this machine can do

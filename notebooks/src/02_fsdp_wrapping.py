@@ -1178,11 +1178,13 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Linear(4, 6)
 fully_shard(model, mesh=mesh)
-folder = [tempfile.mkdtemp()]
+place = tempfile.TemporaryDirectory()  # your own folder is one that all hosts see
+folder = [place.name]
 dist.broadcast_object_list(folder)  # all ranks write into rank 0's folder
 checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=folder[0])  # a part from each rank
 whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 print({name: tuple(tensor.shape) for name, tensor in whole.items()})  # rank 0 alone holds them
+place.cleanup()
 dist.destroy_process_group()
 
 # %% [markdown]
