@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_threads_see_one_original(threads):
     threads(3)(body)
     assert sorted(calls) == [0] * 20 + [1] * 20 + [2] * 20
     assert stored() == before
+
+
+def test_a_thread_that_is_late_finds_the_original_at_its_start_and_its_replacement_until_its_end(threads):
+    original = dist.all_reduce
+
+    def body():
+        time.sleep(0.05 * dist.get_rank())
+        with instrument.patch_all_reduce(print) as mine:
+            time.sleep(0.05 * dist.get_rank())
+            return mine is original, dist.all_reduce
+
+    assert threads(3)(body) == [(True, print)] * 3
+    assert dist.all_reduce is original
+
+
+NAMES = {"all_gather": {"all_gather_single", "all_gather_into_tensor"}, "all_reduce": {"all_reduce"}}
+NAMES["reduce_scatter"] = {"reduce_scatter_single", "reduce_scatter_tensor"}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_collective_is_replaced_under_all_its_names(what):
+    with PATCHES[what](print):
+        assert {name for name, value in vars(dist).items() if value is print} == NAMES[what] & vars(dist).keys()
 
 
 @pytest.mark.parametrize("what", PATCHES)
