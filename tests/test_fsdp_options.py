@@ -250,6 +250,7 @@ PAPER = {
     "convnext_spatial": {
         **{"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20, "learning_rate": 1e-4},
         **{"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "strategy": "local", "tensor_dim": 3},
+        "input_grad": True,
     },
     "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
     "fsdp_matrix": {"steps": 20, "model": "toy", "wrap": "block"},

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,8 @@ from labkit import requirements
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
 from labkit.parallel.spatial import apply_spatial, axis_index, own_samples, shard_batch
-from labkit.runs.records import read_records
+from labkit.runs.records import RecordWriter, read_records
+from labkit.session.meter import Meter
 from labkit.theory import sizes, spatial
 from launch import convnext_spatial
 
@@ -37,6 +39,7 @@ PARITY = [  # every pair of strategy, dimension and mesh
     {"nproc": 4, "strategy": "dtensor", "tensor_dim": 2, "mesh": "4", "drop_path_rate": 0.5},
     {"nproc": 4, "strategy": "dtensor", "tensor_dim": 3, "mesh": "2x2", "input_grad": True},
     {"nproc": 2, "strategy": "dtensor", "tensor_dim": 2},
+    {"nproc": 2, "strategy": "dtensor", "mesh": "2x1", "input_grad": True},
     {"nproc": 1, "strategy": "local"},
     {"nproc": 1, "strategy": "dtensor"},
 ]
@@ -150,6 +153,17 @@ def test_a_run_is_a_loop_of_plain_training_with_one_step_to_warm_up(recorded):
     assert {line["step"]: line["value"] for line in lines if line["name"] == "loss"} == expected
     spans = Counter(line["name"] for line in lines if line["kind"] == "span")
     assert spans == dict.fromkeys(("forward", "backward", "optimizer", "step"), 2)
+
+
+def test_the_gradient_of_the_images_is_that_of_the_last_step():
+    config = convnext_spatial.Config(height=16, width=16, dims=(4, 4), learning_rate=1e-7)
+    images, labels = photo.image_batch("random", 2, 16, 16, 10, seed=0)
+    meter, seen = Meter(RecordWriter(None, 0), torch.device("cpu")), []
+    for steps in (1, 2):
+        model = convnext_spatial.build_model(config, meter.device)
+        convnext_spatial.train(config, partial(meter.plain_steps, most=steps), model, images.requires_grad_(), labels)
+        seen.append(images.grad)
+    assert torch.allclose(*seen, rtol=0.01, atol=1e-6)
 
 
 def test_a_check_compares_several_steps(recorded, monkeypatch):
