@@ -201,10 +201,10 @@ def test_an_assertion_on_the_reduce_scatter_holds_or_fails(ranks):
 
 def test_reduce_scatter_with_assert_takes_its_output_by_place_or_by_name():
     seen = []
-    checked = functools.partial(instrument.reduce_scatter_with_assert, lambda *a, **k: "reduced", seen.append)
+    checked = functools.partial(instrument.reduce_scatter_with_assert, lambda *a, **k: list(map(id, seen)), seen.append)
     output, shard = torch.zeros(1), torch.zeros(2)
-    assert checked(output, shard) == checked(output=output, input=shard) == "reduced"
-    assert [id(tensor) for tensor in seen] == [id(output)] * 2
+    assert checked(output, shard) == [id(output)], "before the reduction"
+    assert checked(output=output, input=shard) == [id(output)] * 2
     with pytest.raises(ValueError, match=r"needs output first or by name; it was called with \['input'\]"):
         checked(input=shard)
 
