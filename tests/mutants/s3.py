@@ -260,9 +260,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "S3 MixtureOfExperts",
         "without a wrapper, experts are averaged",
-        FSDP,
-        'apply_gradient_buckets(model, mesh["data"], ignored)',
-        'apply_gradient_buckets(model, mesh["data"], [])',
+        "labkit/parallel/buckets.py",
+        "[*model.local_modules(), *ignored]",
+        "[*ignored]",
         OWN_EXPERTS,
     ),
     Mutant(
