@@ -251,9 +251,13 @@ def test_shards_and_empty_modules_are_refused_and_a_missing_tensor_is_named(rank
 def gathered_and_zeroed(kind, after_forward):
     plain = small_model()
     model = wrapped(copy.deepcopy(plain), kind)
-    if after_forward:  # these keep the full parameters until the backward pass
-        with torch.no_grad():
-            model.eval()(torch.ones(2, 4))
+
+    def keep_full_parameters():
+        if after_forward:  # until the backward pass
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 4))
+
+    keep_full_parameters()
     full = parity.full_params(model)
     assert list(full) == NAMES
     for name, parameter in plain.named_parameters():
@@ -261,6 +265,7 @@ def gathered_and_zeroed(kind, after_forward):
         assert torch.equal(full[name], parameter), name
     full["0.weight"].zero_()
     assert parity.full_params(model)["0.weight"].any(), "what is given is a copy"
+    keep_full_parameters()
     parity.zero_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
