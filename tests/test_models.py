@@ -240,6 +240,8 @@ def test_the_expert_is_the_only_local_module():
     model = MixtureOfExperts()
     assert model.local_modules() == [model.net[2]]
     assert ModuleWithDelay(model).local_modules() == [model.net[2]]
+    unused = DoubleLinear(use_second_linear=False)
+    assert ModuleWithDelay(unused).unused_modules() == unused.unused_modules() == [unused.lin2]
     assert NestedWrappedModule().local_modules() == []
 
 
@@ -255,6 +257,8 @@ def test_mlp_takes_the_arguments_of_the_course():
     mlp = MLP(6)
     assert widths(mlp) == [(6, 24), (24, 6)]
     assert mlp.buffer is None
+    x = torch.randn(2, 6)
+    assert torch.equal(mlp(x), mlp.out_proj(mlp.in_proj(x).relu()).relu())
     assert all(layer.bias is not None for layer in (mlp.in_proj, mlp.out_proj))
     other = MLP(6, "meta", bias=False, with_buffer=True, dim_multiplier=2)
     assert {name: tuple(value.shape) for name, value in other.state_dict().items()} == {

@@ -289,6 +289,7 @@ def received_state():
     state = {"weight": torch.full((2,), float(mine)), "count": torch.tensor(mine)}
     received = parity.broadcast_state_dict(state)
     assert state["weight"].tolist() == [mine, mine], "the argument stays as it is"
+    assert all(tensor.is_meta for tensor in parity.broadcast_state_dict(state, device="meta").values())
     alone = parity.broadcast_state_dict(state if mine == 0 else None)
     pair = dist.new_group([1, 2])
     among = parity.broadcast_state_dict(state, pair) if mine else {}

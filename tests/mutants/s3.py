@@ -345,6 +345,14 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "S3 MLP, MLPStack, DoubleLinear",
+        "no ReLU after the first layer",
+        MLP,
+        "x = functional.relu(self.in_proj(x))",
+        "x = self.in_proj(x)",
+        MODELS + "test_mlp_takes_the_arguments_of_the_course",
+    ),
+    Mutant(
+        "S3 MLP, MLPStack, DoubleLinear",
         "no ReLU after the second layer",
         MLP,
         "x = functional.relu(self.out_proj(x))",
@@ -607,6 +615,14 @@ MUTANTS: list[Mutant] = [
         "to_full_tensor(each.detach()).clone()",
         "to_full_tensor(each.detach())",
         RIGHT + "test_parameters_are_gathered_and_zeroed",
+    ),
+    Mutant(
+        "S3 helpers for module states",
+        "a state dict arrives on the CPU, whatever is asked for",
+        STATES,
+        "tensor.to(device) for name, tensor in box",
+        "tensor.cpu() for name, tensor in box",
+        RIGHT + "test_a_state_dict_is_the_first_ranks_on_every_rank",
     ),
     Mutant(
         "S3 helpers for module states",
