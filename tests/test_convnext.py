@@ -31,6 +31,10 @@ def test_the_default_network_is_that_of_the_specification():
     assert model.stages[0].conv.weight.shape == (2, 3, 4, 4)
     assert model.stages[2].conv.weight.shape == (4, 2, 2, 2)
     assert model.head.weight.shape == (10, 4)
+    assert [len(model.stages[stage].norm.weight) for stage in (0, 2)] == [2, 2], "after the stem, before the others"
+    for block in (ConvNeXtBlock(2), model.stages[1], model.stages[3]):
+        assert (block.gamma == 1e-6).all()
+        assert (block.norm.eps, block.drop_path.drop_rate) == (1e-6, 0.0)
 
 
 def test_mean_over_the_image():

@@ -71,8 +71,8 @@ def test_what_an_older_torch_cannot_do_is_listed_with_its_issue(monkeypatch, ver
         ("2.10.2", "FAIL", doctor.EVERY_LAB),
         ("2.11.0", "OK", ""),
         ("2.13.9+cpu", "OK", ""),
-        ("2.14.0", "FAIL", "lab 1 stops"),
-        ("3.0.0", "FAIL", "lab 1 stops"),
+        ("2.14.0", "FAIL", "any lab may stop"),
+        ("3.0.0", "FAIL", "any lab may stop"),
     ],
 )
 def test_a_torch_outside_the_tested_range_fails_and_says_which_to_install(monkeypatch, version, status, labs):

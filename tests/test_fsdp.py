@@ -117,11 +117,12 @@ def test_the_reference_has_gradients_that_are_alive(model):
 
 def test_experts_differ_and_the_shared_part_does_not():
     one_device = parity.OneDevice(lambda index: catalog.create_model("moe", seed=0, expert_seed=index), 2)
-    one_device.train_step(0)
     first, second = one_device.copies
+    start = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    one_device.train_step(0)
     local = {id(p) for module in first.local_modules() for p in module.parameters()}
     same = [torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
-    assert same == [id(p) not in local for p in first.parameters()]
+    assert start == same == [id(p) not in local for p in first.parameters()]
     assert True in same and False in same
 
 
@@ -228,12 +229,12 @@ def test_frozen_blocks_have_neither_gradient_nor_optimizer_state(runs):
     assert checked.value("ok") and checked.value("compared") == 4 + 12 + 8, "losses, outputs, parameters, gradients"
 
 
-def init_modes(fsdp_init, cuda_init, fsdp):
+def init_modes(fsdp_init, cuda_init, fsdp, name="mlp_stack"):
     """One training step in these modes: how many tensors equal one device's, and how many units there are."""
     device, mesh = torch.device("cpu"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
-    model = catalog.create_model("mlp_stack", seed=0)
+    model = catalog.create_model(name, seed=0, expert_seed=dist.get_rank())
     wrapped, units = init_model(model, mesh, device, fsdp_init=fsdp_init, cuda_init=cuda_init, fsdp=fsdp)
-    one_device = parity.OneDevice(lambda index: catalog.create_model("mlp_stack", seed=0), 2)
+    one_device = parity.OneDevice(lambda index: catalog.create_model(name, seed=0, expert_seed=index), 2)
     optimizer, mine = parity.make_sgd(wrapped), dist.get_rank()
     inputs = parity.draw_samples(model, device, 0, mine)
     output = wrapped(*inputs)
@@ -251,6 +252,13 @@ def init_modes(fsdp_init, cuda_init, fsdp):
 )
 def test_every_way_to_initialise_trains_as_one_device(ranks, fsdp_init, cuda_init, fsdp, units):
     assert ranks(2)(init_modes, fsdp_init, cuda_init, fsdp) == [(True, 2 + 2 * 12, units)] * 2
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize("fsdp_init", list(FSDPInitMode))
+def test_experts_learn_from_their_own_rank_alone(ranks, fsdp_init, fsdp):
+    for ok, compared, _ in ranks(2)(init_modes, fsdp_init, CUDAInitMode.NEVER, fsdp, "moe"):
+        assert (ok, compared) == (True, 2 + 2 * 8)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -325,6 +333,7 @@ def test_nested_skip_and_unknown_blocks():
     assert list(fsdp_units(model, layer_types(model))) == [
         *("linear", "linear_skip.lin", "nested_linear.nested_linear.nested_linear")
     ]
+    assert list(fsdp_units(MLPStack(), ("MLP",), skip=(1,))) == ["layers.0", "layers.2"]
     with pytest.raises(ValueError, match=r"no block of type Missing in SkipModel: it has .*Linear"):
         fsdp_units(model, ("Missing",))
     with pytest.raises(ValueError, match=r"skip \[9\] counts blocks that are not there: the model has 3"):

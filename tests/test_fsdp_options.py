@@ -70,18 +70,39 @@ OPTIONS = {
     "none": {"backward_prefetch": "none"},
     "forward": {"forward_prefetch": True},
 }
+DELAYED = {
+    "moe": {"model": "moe", "delay_before_free_ms": 30},
+    "delay": {"model": "delay", "delay_after_loss_ms": 30, "delay_before_reduction_ms": 30},
+}
 
 
 @pytest.fixture(scope="module")
-def timelines():
-    """What rank 0 did, in order, by option: (lane, unit, phase)."""
-    found = {}
-    results = run_cells("fsdp_matrix", 2, [SLOW | option for option in OPTIONS.values()])
-    for name, result in zip(OPTIONS, results, strict=True):
-        bars = result.frame.query("kind == 'bar' and rank == 0").sort_values("start_us")
-        bars = bars[bars.lane != "exposed"]
-        found[name] = list(zip(bars.lane, bars["name"], bars.phase, strict=True))
-    return found
+def bars():
+    """What rank 0 did, in order, by option."""
+    cells = {name: SLOW | option for name, option in OPTIONS.items()}
+    cells |= {name: option | {"timeline": True, "steps": 1} for name, option in DELAYED.items()}
+    results = run_cells("fsdp_matrix", 2, list(cells.values()))
+    frames = [each.frame.query("kind == 'bar' and rank == 0 and lane != 'exposed'") for each in results]
+    return {name: frame.sort_values("start_us") for name, frame in zip(cells, frames, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def timelines(bars):
+    """(lane, unit, phase) of the same."""
+    return {name: list(zip(each.lane, each["name"], each.phase, strict=True)) for name, each in bars.items()}
+
+
+def test_the_delays_of_a_model_are_where_its_options_say(bars):
+    def longer_than_30_ms(name):
+        return {(bar["name"], bar.phase) for _, bar in bars[name].iterrows() if bar.dur_us > 30_000}
+
+    assert longer_than_30_ms("moe") >= {("net.1", "forward"), ("net.2", "forward")}
+    blocks = ("module.net.1", "module.net.1.0", "module.net.2")
+    assert longer_than_30_ms("delay") >= {(block, "backward") for block in blocks}
+    delay = bars["delay"]
+    last = delay[(delay["name"] == "module.net.2") & (delay.phase == "forward")].iloc[-1]
+    backward = delay[delay.phase == "backward"].iloc[0]
+    assert backward.start_us - last.start_us > 30_000, "after the loss"
 
 
 def gathers_before(events, *wanted):
@@ -189,19 +210,22 @@ def test_averaging_says_which_parameters_the_model_does_not_use(ranks):
 
 
 MOMENTS = {
-    CUDAInitMode.BEFORE: ["to", "apply_fsdp"],
-    CUDAInitMode.AFTER: ["apply_fsdp", "to"],
-    CUDAInitMode.NEVER: ["apply_fsdp"],
+    CUDAInitMode.BEFORE: ["to meta", "wrap"],
+    CUDAInitMode.AFTER: ["wrap", "to meta"],
+    CUDAInitMode.NEVER: ["wrap"],
 }
 
 
 @pytest.mark.parametrize("mode", list(CUDAInitMode))
-def test_a_model_moves_when_its_mode_says(monkeypatch, mode):
+@pytest.mark.parametrize(("fsdp_init", "wrap"), [(FSDPInitMode.RECURSIVE, "block"), (FSDPInitMode.NO_FSDP, "none")])
+def test_a_model_moves_and_is_wrapped_when_its_modes_say(monkeypatch, mode, fsdp_init, wrap):
     called, model = [], MLPStack()
-    monkeypatch.setattr(model, "to", lambda device: called.append("to"))
-    monkeypatch.setattr(fsdp, "apply_fsdp", lambda *args, **named: called.append("apply_fsdp") or (model, {}))
-    fsdp.init_model(model, None, torch.device("cpu"), fsdp_init=FSDPInitMode.RECURSIVE, cuda_init=mode)
-    assert called == MOMENTS[mode]
+    monkeypatch.setattr(model, "to", lambda device: called.append(f"to {device}"))
+    monkeypatch.setattr(
+        fsdp, "apply_fsdp", lambda *args, **how: called.append("wrap") or (model, {"wrap": how["wrap"]})
+    )
+    _, how = fsdp.init_model(model, None, torch.device("meta"), fsdp_init=fsdp_init, cuda_init=mode)
+    assert (called, how["wrap"]) == (MOMENTS[mode], wrap)
 
 
 REFUSED = [
@@ -226,6 +250,7 @@ PAPER = {
     "convnext_spatial": {
         **{"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20, "learning_rate": 1e-4},
         **{"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "strategy": "local", "tensor_dim": 3},
+        "input_grad": True,
     },
     "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
     "fsdp_matrix": {"steps": 20, "model": "toy", "wrap": "block"},

@@ -79,6 +79,17 @@ def test_a_loss_is_not_computed_in_a_short_type(name, dtype, expected):
     assert model.get_loss(inputs, model(*inputs).to(dtype)).dtype == expected
 
 
+def test_the_backward_pass_gives_the_gradients_of_the_loss():
+    model = made("mlp_stack")
+    inputs = model.get_input(CPU)
+    output = model(*inputs)
+    loss = model.get_loss(inputs, output)
+    assert torch.equal(loss, ((output - 1) ** 2).mean())
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    model.run_backward(loss)
+    assert all(torch.equal(each.grad, wanted) for each, wanted in zip(model.parameters(), expected, strict=True))
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_an_input_depends_on_its_seed_alone(name):
     model = made(name)
@@ -155,7 +166,24 @@ def test_transformer_has_the_sizes_of_the_course():
     assert TransformerWithSharedParams(add_bn=False).norm is None
     source, target = model.get_input(CPU)
     assert (source.shape, target.shape) == ((2, 6), (2, 4))
-    assert model(source, target).shape == (2, 4, 23)
+    logits = model(source, target)
+    assert logits.shape == (2, 4, 23)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert torch.equal(model.get_loss((source, target), logits), expected)
+
+
+@pytest.mark.parametrize("name", ["vocab_bias", "long_buffer"])
+def test_the_transformer_adds_its_buffers_to_the_source(name):
+    model = TransformerWithSharedParams(dropout=0.0)
+    source, target = model.get_input(CPU)
+    given = []
+    model.transformer.register_forward_pre_hook(lambda module, args: given.append(args))
+    model(source, target)
+    model.get_buffer(name)[0] += 2
+    model(source, target)
+    (before, target_before), (after, target_after) = given
+    assert torch.equal(target_before, target_after)
+    assert torch.allclose(after - before, torch.tensor([2.0] + 15 * [0.0]))
 
 
 def test_the_batch_norm_of_the_transformer_takes_the_samples_for_its_channels():
@@ -212,6 +240,8 @@ def test_the_expert_is_the_only_local_module():
     model = MixtureOfExperts()
     assert model.local_modules() == [model.net[2]]
     assert ModuleWithDelay(model).local_modules() == [model.net[2]]
+    unused = DoubleLinear(use_second_linear=False)
+    assert ModuleWithDelay(unused).unused_modules() == unused.unused_modules() == [unused.lin2]
     assert NestedWrappedModule().local_modules() == []
 
 
@@ -227,6 +257,8 @@ def test_mlp_takes_the_arguments_of_the_course():
     mlp = MLP(6)
     assert widths(mlp) == [(6, 24), (24, 6)]
     assert mlp.buffer is None
+    x = torch.randn(2, 6)
+    assert torch.equal(mlp(x), mlp.out_proj(mlp.in_proj(x).relu()).relu())
     assert all(layer.bias is not None for layer in (mlp.in_proj, mlp.out_proj))
     other = MLP(6, "meta", bias=False, with_buffer=True, dim_multiplier=2)
     assert {name: tuple(value.shape) for name, value in other.state_dict().items()} == {

@@ -127,6 +127,8 @@ def missing_and_plain():
     found["gradient there"] = message_of(AssertionError, check, replicated, sharded)
     found["plain"] = message_of(ValueError, check, replicated, replicated)
     found["names"] = message_of(AssertionError, check, nn.Sequential(replicated), sharded)
+    backwards = nn.Sequential(OrderedDict(reversed(list(sharded.named_children()))))
+    found["order"] = message_of(AssertionError, check, replicated, backwards)
     return found
 
 
@@ -137,18 +139,33 @@ def test_missing_gradients_names_and_plain_tensors(ranks):
         assert found["gradient there"] == "0.bias: only the sharded module has no gradient"
         assert found["plain"].startswith("0.weight is a plain tensor, not a shard")
         assert "names of the replicated and the sharded parameters differ: ['0.0.bias'" in found["names"]
+        assert found["order"].endswith("differ: the order alone differs")
+
+
+def gradient_placed_otherwise():
+    """FSDP would take this whole gradient for a shard."""
+    replicated, sharded = two_models()
+    bias = sharded[2].bias
+    bias.grad = bias.grad.redistribute(placements=[Replicate()])
+    return message_of(AssertionError, parity.check_sharded_parity, replicated, sharded)
+
+
+def test_a_gradient_must_be_placed_as_its_parameter(ranks):
+    for message in ranks(2)(gradient_placed_otherwise):
+        assert message.startswith("gradient of 2.bias: placed as (Replicate(),), and its parameter as (Shard(dim=0),)")
 
 
 def inside_a_wrapper():
     replicated, sharded = two_models()
-    sharded = nn.Sequential(OrderedDict(inner=sharded))
+    replicated = nn.Sequential(OrderedDict(outer=replicated))
+    sharded = nn.Sequential(OrderedDict(outer=nn.Sequential(OrderedDict(inner=sharded))))
     check = parity.check_sharded_parity
     return message_of(AssertionError, check, replicated, sharded), check(replicated, sharded, ("inner.",))
 
 
-def test_prefixes_of_wrappers_are_ignored(ranks):
+def test_prefixes_of_wrappers_are_ignored_wherever_they_stand(ranks):
     message, compared = ranks(2)(inside_a_wrapper)[0]
-    assert "inner.0.bias" in message
+    assert "outer.inner.0.bias" in message
     assert compared == 12
 
 
@@ -160,11 +177,15 @@ def twice_sharded():
     by_hand.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, (Shard(0), Shard(0))))
     by_fsdp = parallelize_module(copy.deepcopy(plain), mesh["tensor"], ColwiseParallel())
     fully_shard(by_fsdp, mesh=mesh["data"])
-    return [message_of(ValueError, parity.check_sharded_parity, plain, model) for model in (by_hand, by_fsdp)]
+    refused = [message_of(ValueError, parity.check_sharded_parity, plain, model) for model in (by_hand, by_fsdp)]
+    by_hand.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, (Shard(0), Shard(1))))
+    return refused, parity.check_sharded_parity(plain, by_hand)
 
 
 def test_two_shardings_of_one_dim_are_refused_with_the_reason(ranks):
-    for message in ranks(2)(twice_sharded)[0]:
+    messages, compared = ranks(2)(twice_sharded)[0]
+    assert compared == 1, "of two dims they are clear"
+    for message in messages:
         assert message.startswith("weight: two mesh axes shard the same dim, (")
         assert "which one cut first decides which rows a rank holds" in message
 
@@ -211,25 +232,32 @@ def states_that_cannot_be_compared():
     parity.assert_module_states(replicated)
     shard = message_of(ValueError, parity.assert_module_states, sharded)
     nothing = message_of(ValueError, parity.assert_module_states, nn.ReLU())
-    own = nn.ReLU()
+    own, shaped = nn.ReLU(), nn.ReLU()
     if dist.get_rank() == 1:
         own.register_buffer("extra", torch.ones(1))
-    return shard, nothing, message_of(AssertionError, parity.assert_module_states, own)
+    shaped.register_buffer("mask", torch.ones((1, 2) if dist.get_rank() else (2,)))
+    missing, other_shape = (message_of(AssertionError, parity.assert_module_states, each) for each in (own, shaped))
+    return shard, nothing, missing, other_shape
 
 
 def test_shards_and_empty_modules_are_refused_and_a_missing_tensor_is_named(ranks):
-    shard, nothing, missing = ranks(2)(states_that_cannot_be_compared)[0]
+    shard, nothing, missing, shape = ranks(2)(states_that_cannot_be_compared)[0]
     assert shard.startswith("0.weight is a shard, (Shard(dim=0),)")
     assert nothing == "nothing to compare: ReLU has neither parameters nor buffers"
     assert missing.startswith("extra differs between ranks: rank 0 holds none; rank 1 holds ")
+    assert shape.startswith("mask differs between ranks")
 
 
 def gathered_and_zeroed(kind, after_forward):
     plain = small_model()
     model = wrapped(copy.deepcopy(plain), kind)
-    if after_forward:  # these keep the full parameters until the backward pass
-        with torch.no_grad():
-            model.eval()(torch.ones(2, 4))
+
+    def keep_full_parameters():
+        if after_forward:  # until the backward pass
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 4))
+
+    keep_full_parameters()
     full = parity.full_params(model)
     assert list(full) == NAMES
     for name, parameter in plain.named_parameters():
@@ -237,6 +265,7 @@ def gathered_and_zeroed(kind, after_forward):
         assert torch.equal(full[name], parameter), name
     full["0.weight"].zero_()
     assert parity.full_params(model)["0.weight"].any(), "what is given is a copy"
+    keep_full_parameters()
     parity.zero_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -260,6 +289,7 @@ def received_state():
     state = {"weight": torch.full((2,), float(mine)), "count": torch.tensor(mine)}
     received = parity.broadcast_state_dict(state)
     assert state["weight"].tolist() == [mine, mine], "the argument stays as it is"
+    assert all(tensor.is_meta for tensor in parity.broadcast_state_dict(state, device="meta").values())
     alone = parity.broadcast_state_dict(state if mine == 0 else None)
     pair = dist.new_group([1, 2])
     among = parity.broadcast_state_dict(state, pair) if mine else {}

@@ -118,6 +118,13 @@ def test_a_program_alone_prints_its_table_last(capsys):
     assert "loss" not in shown
 
 
+def test_the_table_shows_means_of_the_timed_steps():
+    writer = records.RecordWriter(None, 3)
+    for step, took_us in enumerate((10_000, 20_000, 60_000)):
+        writer.write("span", "forward", step, start_us=0.0, dur_us=float(took_us))
+    assert SESSION.records_text(writer).split() == ["rank", "3", "forward", "30.0", "ms", "mean", "of", "3", "steps"]
+
+
 def test_under_a_run_records_go_into_its_folder_and_nothing_is_printed(tmp_path, capsys):
     os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
     with rank.session() as here:

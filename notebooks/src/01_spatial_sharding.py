@@ -620,8 +620,8 @@ function_verdict
 # The program calls a function `padded_strip` before each depthwise convolution, and lets a notebook replace it. Yours goes in
 # if it is right. If you have not written it, labkit's own runs in its place, and the cell says so.
 #
-# `labkit.check` gives the cut network and one device the same weights and the same images, does one step, and
-# compares the outputs, all 28 gradients and all 28 updated weights: 57 tensors. It wants them equal to 1 part in
+# `labkit.check` gives the cut network and one device the same weights and the same images, takes three steps, and
+# compares the last outputs, all 28 gradients and all 28 weights: 57 tensors. It wants them equal to 1 part in
 # 100,000.
 
 
