@@ -77,6 +77,10 @@ def test_the_expert_seed_reaches_the_expert():
             "hidden 33 is no multiple of model hf_t5's 2 heads: 1 over",
         ),
         (
+            lambda: catalog.check_model("hf_bert", sizes={"heads": 5}),
+            "hidden 32 is no multiple of model hf_bert's 5 heads: 2 over",
+        ),
+        (
             lambda: catalog.check_model("delay", sizes={"delay_after_loss_ms": -1}),
             "delay_after_loss_ms -1 must be at least 0",
         ),

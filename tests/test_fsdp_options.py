@@ -234,11 +234,9 @@ PAPER = {
     "decoder": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "tp": 1, "steps": 20},
     "allgather_extensions": {"steps": 10, "reshard_after_forward": True},
 }
-SIZES = {
-    "toy": {"hidden": 10000, "narrow": 1000},
-    "hf_bert": {"vocab": 30522, "hidden": 768, "layers": 12},
-    "hf_t5": {"vocab": 32128, "hidden": 512, "layers": 6},
-}
+BERT_BASE = {"vocab": 30522, "hidden": 768, "layers": 12, "heads": 12, "mlp_ratio": 4, "tokens": 512}
+T5_SMALL = {"vocab": 32128, "hidden": 512, "layers": 6, "heads": 8, "mlp_ratio": 4, "tokens": 512}
+SIZES = {"toy": {"hidden": 10000, "narrow": 1000}, "hf_bert": BERT_BASE, "hf_t5": T5_SMALL}
 
 
 @pytest.mark.parametrize("program", list(PAPER))

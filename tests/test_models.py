@@ -297,6 +297,19 @@ def test_models_of_transformers_are_tiny_and_have_no_dropout(name):
     assert all(ids.min() >= 0 and ids.max() < 96 for ids in inputs)
 
 
+@pytest.mark.parametrize("name", [case for case in ALL if case.values[0].startswith("hf_")])
+def test_the_papers_sizes_are_those_of_the_published_model(name):
+    with torch.device("meta"):
+        ours = catalog.create_model(name, **catalog.MODELS[name].paper)
+        published = type(ours.model)(type(ours.model.config)())  # whose defaults are BERT-base and T5-small
+    shapes, expected = ({key: p.shape for key, p in each.named_parameters()} for each in (ours.model, published))
+    # softmax cancels the bias of the keys, so labkit's has none
+    assert shapes == {key: shape for key, shape in expected.items() if not key.endswith("self.key.bias")}
+    assert round(sum(shape.numel() for shape in shapes.values()) / 1e6, 1) == {"hf_bert": 109.5, "hf_t5": 60.5}[name]
+    assert ours.model.config.num_attention_heads == published.config.num_attention_heads
+    assert {tuple(ids.shape) for ids in ours.get_input(CPU)} == {(2, 512)}
+
+
 @pytest.mark.parametrize("name", [case for case in ALL if case.values[0] == "hf_bert"])
 def test_bert_ties_its_head_to_its_embeddings(name):
     model = made(name).model
