@@ -1,5 +1,6 @@
 """labkit.models.catalog: what it says about a model is what the built model is, and what it refuses."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -38,6 +39,16 @@ def test_an_entry_says_what_is_in_the_model(name):
     inside = Counter(type(module).__name__ for module in model.modules() if module is not model)
     assert list(entry.class_counts.items()) == sorted(inside.items())
     catalog.check_model(name, entry.block_types)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("toy", ("MyModule",)), ("hf_bert", ("BertLayer", "BertLMPredictionHead")), ("hf_t5", ("T5Block",))],
+)
+def test_blocks_are_wrapped_by_these_classes(name, blocks):
+    module, _, kind = catalog.MODELS[name].target.partition(".")
+    built = getattr(importlib.import_module(f"labkit.models.{module}"), kind)
+    assert catalog.MODELS[name].block_types == built.block_types == blocks
 
 
 def test_a_small_model_is_built_unless_sizes_are_given():

@@ -131,6 +131,12 @@ def test_toy_has_the_layout_of_the_course_at_any_width():
     assert sum(sorted(parameters)[-3:]) / sum(parameters) == pytest.approx(0.97, abs=0.005)
 
 
+def test_a_block_of_toy_is_a_linear_layer_and_then_relu():
+    block, x = MyModule(6, 4), torch.randn(50, 6)
+    layer, relu = block.net
+    assert isinstance(relu, nn.ReLU) and torch.equal(block(x), layer(x).clamp(min=0)) and layer(x).min() < 0
+
+
 def test_custom_linear_is_a_product_and_no_linear_layer():
     layer = CustomLinear(3, 4)
     assert layer.weight.shape == (3, 4)
