@@ -57,6 +57,15 @@ def test_a_small_model_is_built_unless_sizes_are_given():
     assert catalog.create_model("toy", hidden=32, narrow=8).net[-1].in_features == 8
 
 
+def test_a_seed_and_nothing_else_decides_the_weights():
+    def weight(global_seed, **how):
+        torch.manual_seed(global_seed)
+        return catalog.create_model("nested", **how).net[0].weight
+
+    assert torch.equal(weight(1, seed=3), weight(2, seed=3)) and not torch.equal(weight(1, seed=3), weight(1, seed=4))
+    assert not torch.equal(weight(1), weight(2)), "without one, the global RNG does"
+
+
 def test_the_expert_seed_reaches_the_expert():
     def expert(seed):
         torch.manual_seed(0)
