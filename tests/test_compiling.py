@@ -88,6 +88,17 @@ def test_inductor_compiles_static_shapes_unless_graphs_are_to_run_as_they_are(co
         assert compiled == [(each, {"dynamic": False} | options) for each in wanted]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("inductor", [True, False])
+def test_inductor_writes_code_only_if_it_is_to(inductor):
+    model = MLPStack(8)
+    expected = backward(model)
+    apply_compile(model, ("MLP",), inductor=inductor)
+    for actual, tensor in zip(backward(model), expected, strict=True):
+        torch.testing.assert_close(actual, tensor)
+    assert bool(counters["inductor"]) is inductor
+
+
 @pytest.mark.parametrize(
     ("chosen", "places"),
     [

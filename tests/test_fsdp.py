@@ -365,3 +365,13 @@ def test_compiled_compute_gives_the_losses_of_eager_compute():
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 2 * (1 + 3 + 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_compiled_compute_is_compared_with_one_device(fsdp):
+    how = {"model": "mlp_stack", "compile": True, "check": "parity", "steps": 3, "fsdp": fsdp}
+    (verdict,) = run_cells("fsdp_matrix", 2, [how], timeout_s=180)
+    assert verdict.value("ok") and verdict.value("compared") == 3 * 2 + 12 + 12
+    assert verdict.value("compiled_graphs") == 3

@@ -100,7 +100,7 @@ def name_of(cell):
 
 def steps_of(cell):
     """How many steps of a cell are compared."""
-    # in these two networks rounding soon switches a ReLU, or a batch norm's small gradient: see steps_to_compare
+    # a second step in a short type begins with weights that differ, which these two networks enlarge: steps_to_compare
     if cell.get("precision", "fp32") != "fp32" and cell["model"] in ("hf_t5", "transformer"):
         return 1
     # the third is the first with gradients that are zeroed, not dropped
