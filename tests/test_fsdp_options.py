@@ -329,6 +329,16 @@ def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     catalog.check_model(model, sizes=SIZES.get(model, {}))
 
 
+def test_every_size_of_a_model_is_an_option_that_reaches_it():
+    sizes = {name for entry in catalog.MODELS.values() for name in entry.sizes}
+    assert set(fsdp_matrix.Config.SIZES) == sizes
+    chosen = fsdp_matrix.Config(**dict.fromkeys(sizes, 7)).model_sizes()
+    assert chosen == dict.fromkeys(sizes, 7)
+    delays = {"delay_after_loss_ms": 3, "delay_before_reduction_ms": 2}
+    lab = fsdp_matrix.build_model(fsdp_matrix.Config(model="delay", **delays), torch.device("cpu"), 0)
+    assert lab.delay_after_loss_ms == 3
+
+
 @pytest.mark.long  # two processes that import torch; test_spatial.py and test_two_dim.py start such, too
 def test_under_a_bare_torchrun_every_rank_prints_its_numbers():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

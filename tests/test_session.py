@@ -257,6 +257,17 @@ def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_a_verdict_is_not_ok_if_that_of_another_rank_is_not(monkeypatch, capsys):
+    def gather(everyone, own):
+        everyone[:] = [own, False, own]
+
+    with pytest.raises(SystemExit), rank.session() as here:
+        here.world_size = 3
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        here.finish_check(check="parity", compared=3, ok=True)
+    assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("missing", ["ok", "compared"])
 def test_a_verdict_that_does_not_say_whether_it_is_ok_or_what_it_compared_is_refused(missing):
     result = {"ok": True, "compared": 3}

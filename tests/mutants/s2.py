@@ -227,6 +227,14 @@ MUTANTS = [
     ),
     Mutant(
         "S2 apply_fsdp",
+        "block_types that were asked for lose against the model's own",
+        UNITS,
+        "return tuple(blocks) or model.block_types",
+        "return model.block_types or tuple(blocks)",
+        ATTRIBUTES + "units_are_those_of_the_policy",
+    ),
+    Mutant(
+        "S2 apply_fsdp",
         "FSDP1 wraps the root alone",
         FSDP1,
         "return module in single",

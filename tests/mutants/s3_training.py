@@ -84,6 +84,14 @@ MUTANTS = [
     ),
     Mutant(
         "S3 train and parity",
+        "a check is ok if it is so on one rank",
+        "labkit/session/session.py",
+        'result["ok"] = all(everyone)',
+        'result["ok"] = any(everyone)',
+        "tests/test_session.py::test_a_verdict_is_not_ok_if_that_of_another_rank_is_not",
+    ),
+    Mutant(
+        "S3 train and parity",
         "the scaler is off",
         MATRIX,
         "enabled=config.scaler,",

@@ -187,6 +187,14 @@ MUTANTS = [
     ),
     Mutant(
         "S6 policies",
+        "the policy by size is asked where every module should be a unit, and the other way round",
+        UNITS,
+        'large = wrap == "size"',
+        'large = wrap != "size"',
+        ATTRIBUTES + "units_are_those_of_the_policy",
+    ),
+    Mutant(
+        "S6 policies",
         "wrap marks what is inside the module",
         UNITS,
         "    _unit_marks.add(module)\n",
@@ -345,6 +353,14 @@ MUTANTS = [
         "    finally:\n        remove_limit()\n",
         "    else:\n        remove_limit()\n",
         TEST_CAP + "what_fits_is_allocated_and_what_does_not_is_refused",
+    ),
+    Mutant(
+        "S6 memory cap",
+        "the program asks for another cap than it was given",
+        MATRIX,
+        "    with rank.session() as here, here.cap_memory(config.memory_cap_mib):\n",
+        "    with rank.session() as here, here.cap_memory(config.memory_cap_mib and 10_000):\n",
+        TEST_CAP + "a_program_caps_what_its_model_takes",
     ),
     Mutant(
         "S6 memory cap",
