@@ -142,6 +142,12 @@ def test_toy_has_the_layout_of_the_course_at_any_width():
     assert sum(sorted(parameters)[-3:]) / sum(parameters) == pytest.approx(0.97, abs=0.005)
 
 
+def test_a_block_of_toy_is_a_linear_layer_and_then_relu():
+    block, x = MyModule(6, 4), torch.randn(50, 6)
+    layer, relu = block.net
+    assert isinstance(relu, nn.ReLU) and torch.equal(block(x), layer(x).clamp(min=0)) and layer(x).min() < 0
+
+
 def test_custom_linear_is_a_product_and_no_linear_layer():
     layer = CustomLinear(3, 4)
     assert layer.weight.shape == (3, 4)
@@ -327,6 +333,19 @@ def test_models_of_transformers_are_tiny_and_have_no_dropout(name):
     assert model(*inputs).shape == (2, 8, 96)
     assert torch.equal(model(*inputs), model(*inputs))
     assert all(ids.min() >= 0 and ids.max() < 96 for ids in inputs)
+
+
+@pytest.mark.parametrize("name", [case for case in ALL if case.values[0].startswith("hf_")])
+def test_the_papers_sizes_are_those_of_the_published_model(name):
+    with torch.device("meta"):
+        ours = catalog.create_model(name, **catalog.MODELS[name].paper)
+        published = type(ours.model)(type(ours.model.config)())  # whose defaults are BERT-base and T5-small
+    shapes, expected = ({key: p.shape for key, p in each.named_parameters()} for each in (ours.model, published))
+    # softmax cancels the bias of the keys, so labkit's has none
+    assert shapes == {key: shape for key, shape in expected.items() if not key.endswith("self.key.bias")}
+    assert round(sum(shape.numel() for shape in shapes.values()) / 1e6, 1) == {"hf_bert": 109.5, "hf_t5": 60.5}[name]
+    assert ours.model.config.num_attention_heads == published.config.num_attention_heads
+    assert {tuple(ids.shape) for ids in ours.get_input(CPU)} == {(2, 512)}
 
 
 @pytest.mark.parametrize("name", [case for case in ALL if case.values[0] == "hf_bert"])

@@ -13,6 +13,7 @@ from labkit.models.mlp import MLPStack
 from labkit.parity import LIMITS, Parity, relative_error
 from labkit.parity.comparison import count_tensors
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
+from labkit.parity.one_device import require_gradients
 from labkit.parity.spatial import compare_spatial_step
 
 
@@ -180,14 +181,15 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
         assert (verdict["ok"], verdict["worst"]) == (False, worst)
 
 
-def trained(steps):
+def trained(steps, input_gradients=False):
     """A model that has taken some steps as the only rank, one device that has not, and what the steps left."""
-    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1)
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1, input_gradients=input_gradients)
     model, left = seeded_stack(), []
     optimizer = parity.make_sgd(model)
     for step in range(steps):
         optimizer.zero_grad()
         inputs = parity.draw_samples(model, torch.device("cpu"), step, rank=0)
+        inputs = require_gradients(inputs) if input_gradients else inputs
         output = model(*inputs)
         left.append(StepOutcome(model.get_loss(inputs, output), output, inputs))
         left[-1].loss.backward()
@@ -223,6 +225,25 @@ def test_an_output_that_differs_is_seen():
     left[1] = left[1]._replace(output=left[1].output * 1.01)
     verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
     assert (verdict["ok"], verdict["worst"]) == (False, "output of step 1")
+
+
+def test_an_inputs_gradient_that_differs_is_seen():
+    one_device, model, left = trained(2, input_gradients=True)
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 * 3 + 12 + 12
+    one_device, model, left = trained(2, input_gradients=True)
+    left[1].inputs[0].grad *= 1.01
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert (verdict["ok"], verdict["worst"]) == (False, "gradient of input 0 of step 1")
+
+
+@pytest.mark.parametrize("kind", ["gradient", "parameter"])
+def test_a_tensor_of_the_last_step_that_differs_is_seen(kind):
+    one_device, model, left = trained(2)
+    weight = model.layers[1].out_proj.weight
+    (weight.grad if kind == "gradient" else weight.data).mul_(1.01)
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert (verdict["ok"], verdict["worst"]) == (False, f"{kind} layers.1.out_proj.weight")
 
 
 def test_a_model_that_has_lost_its_gradients_is_an_error():

@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import labkit
+from labkit import parity
 from labkit.launcher import worker
 from labkit.parallel.safe_checkpoint import SafeCheckpointReader, SafeLoadPlanner
 from labkit.parallel.saving import CheckpointError, CheckpointFolder, _explain_errors, load_training, save_training
+from launch import fsdp_matrix
 
 HOW = {"model": "mlp_stack", "steps": 1, "device": "cpu"}
 STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
@@ -28,6 +30,51 @@ def losses(**how):
     """The mean loss over all ranks of each step in turn."""
     frame = labkit.run("fsdp_matrix", **HOW | how).frame.query("kind == 'scalar' and name == 'loss'")
     return frame.groupby("step").value.mean().to_list()
+
+
+def train_alone(here, steps, begin=0, save=None, load=None):
+    """Losses of these steps of the only rank, which may begin with what was saved, or save what it has."""
+    config = fsdp_matrix.Config(model="mlp_stack")
+    lab = fsdp_matrix.build_model(config, here.device, 0)
+    fsdp_matrix.parallelize_model(config, here.mesh(data=1, alone=1), lab)
+    optimizer, losses = torch.optim.Adam(lab.parameters(), lr=1e-2), []
+    if load:
+        assert load_training(load, lab, optimizer) == begin
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        inputs = parity.draw_samples(lab, here.device, step, 0)
+        loss = lab.get_loss(inputs, lab(*inputs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if save:
+        save_training(save, lab, optimizer, begin + steps)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["folder", "file.pt"])
+def test_a_rank_goes_on_where_it_has_stopped(lone_rank, tmp_path, name):
+    whole, path = train_alone(lone_rank, 4), tmp_path / name
+    assert train_alone(lone_rank, 2, save=path) == pytest.approx(whole[:2], rel=1e-6)
+    assert train_alone(lone_rank, 2, begin=2, load=path) == pytest.approx(whole[2:], rel=1e-6)
+    if name == "file.pt":
+        state = torch.load(tmp_path / name, weights_only=True)
+        assert type(state["model"]["layers.0.in_proj.weight"]) is torch.Tensor
+
+
+def test_the_newest_complete_checkpoint_is_loaded_and_the_one_before_is_kept(lone_rank, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    folder = CheckpointFolder(tmp_path)
+    assert folder.load(model, optimizer) == 0
+    for step in (8, 9, 10):
+        torch.nn.init.constant_(model.bias, step)
+        folder.save(model, optimizer, step)
+    shutil.copytree(tmp_path / "step_00000010", tmp_path / ".step_00000011")  # as a killed run leaves it
+    again = CheckpointFolder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000010"]
+    torch.nn.init.zeros_(model.bias)
+    assert again.load(model, optimizer) == 10 and model.bias.tolist() == [10.0, 10.0]
 
 
 @pytest.fixture(scope="module")

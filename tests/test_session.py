@@ -175,6 +175,37 @@ def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, not
     assert SESSION.choose_device() == (torch.device(device), note)
 
 
+@pytest.mark.parametrize(("gpus", "backend", "bound"), [(2, "nccl", "cuda:1"), (0, "gloo", None), (1, "gloo", None)])
+def test_the_backend_is_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, bound):
+    set_machine(monkeypatch, "auto", gpus, 2, index=1)
+    chosen = []
+
+    def join(name, device_id):
+        chosen.append((name, device_id and str(device_id)))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError), rank.session():
+        pass
+    assert chosen == ([bound] if bound else []) + [(backend, bound)]
+
+
+def test_a_session_joins_as_the_rank_that_its_environment_names(monkeypatch):
+    os.environ.update(RANK="2", WORLD_SIZE="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_PORT="1234")
+    seen = {}
+
+    def join(name, device_id):
+        seen.update(os.environ)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError), rank.session():
+        pass
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [seen[name] for name in names] == ["2", "3", "1", "localhost", "1234"]
+
+
 def set_machine(monkeypatch, wish, gpus, ranks, index=0):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -230,6 +261,17 @@ def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
     with pytest.raises(SystemExit) as caught, rank.session() as here:
         here.finish_check(check="parity", compared=compared, ok=True)
     assert caught.value.code == 1
+    assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_verdict_is_not_ok_if_that_of_another_rank_is_not(monkeypatch, capsys):
+    def gather(everyone, own):
+        everyone[:] = [own, False, own]
+
+    with pytest.raises(SystemExit), rank.session() as here:
+        here.world_size = 3
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        here.finish_check(check="parity", compared=3, ok=True)
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
 
 
