@@ -54,6 +54,14 @@ def test_in_place_and_out_return_the_tensor_that_was_given(two):
     assert not two.a.any() and not out.b.any()
 
 
+def test_both_halves_have_memory_of_their_own():
+    weight = torch.ones(4, 3)
+    two = tensors.make_two_tensor(weight)
+    two.add_(1)
+    assert torch.equal(two.a, torch.full((4, 3), 2.0)) and torch.equal(two.b, two.a)
+    assert torch.equal(weight, two.a), "the first is the weight itself"
+
+
 def test_a_view_stays_a_view(two):
     view = two[1:3]
     view.zero_()
