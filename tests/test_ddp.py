@@ -61,6 +61,19 @@ def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor
         assert compiled == [False, False, True, True]
 
 
+def compare_eager(case):
+    return parity.compare_techniques(chain(case, 8), mesh(), ddp.DDP_CASES[case], modes=("ddp", "replicate"))
+
+
+@pytest.mark.parametrize("case", [name for name in ddp.DDP_CASES if name != "gpu"])
+def test_without_a_compiler_every_case_gives_the_gradients_of_one_device(ranks, case):
+    for verdict in ranks(2)(compare_eager, case):
+        assert verdict["ok"], verdict
+        assert verdict["compared"] == verdict["expected"] == 2 * (2 * 9 + 8)
+        assert verdict["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}.get(case, "float32")
+        assert verdict["sent_bytes"] == dict.fromkeys(("ddp", "replicate"), 2 * 4 * 4 * 72 // ON_THE_WIRE.get(case, 1))
+
+
 @pytest.mark.parametrize(("case", "calls"), [("checkpoint", 2), ("cpu", 1)])
 def test_the_case_of_checkpoint_computes_the_first_layer_twice(case, calls):
     model, called = chain(case, 8)(), []

@@ -10,6 +10,7 @@ TP = "labkit/parallel/tensor_parallel.py"
 CHAIN = "tests/test_chain.py::"
 TECHNIQUES = "tests/test_ddp.py::"
 COMPARED = TECHNIQUES + "test_every_technique_gives_the_gradients_of_one_device"
+EAGER = TECHNIQUES + "test_without_a_compiler_every_case_gives_the_gradients_of_one_device"
 EAGER_BUCKETS = TECHNIQUES + "test_the_eager_reducer_sends_one_bucket_and_from_then_on_those_of_theory"
 ROUNDED = TECHNIQUES + "test_gradients_are_rounded_to_the_type_that_they_travel_in"
 BUCKETS = "tests/test_ddp_compile.py::test_buckets_are_as_predicted_without_gradients_and_on_top_of_them"
@@ -143,7 +144,7 @@ MUTANTS = [
         DDP,
         "DDPCase(batches=(False, True))",
         "DDPCase(batches=(True, False))",
-        "tests/test_ddp_compile.py::test_parity_prints_how_many_numbers_it_compared",
+        EAGER + "[cpu_no_sync]",
     ),
     Mutant(
         "S5 cases",
@@ -151,7 +152,7 @@ MUTANTS = [
         DDP,
         "model.set_requires_gradient_sync(False)",
         "model.set_requires_gradient_sync(True)",
-        "tests/test_ddp_compile.py::test_parity_prints_how_many_numbers_it_compared",
+        EAGER + "[cpu_no_sync]",
     ),
     Mutant(
         "S5 cases",
@@ -184,7 +185,7 @@ MUTANTS = [
         PARITY,
         "OneDevice(lambda _: build(), mesh.size(), batches=len(case.batches))",
         "OneDevice(lambda _: build(), mesh.size(), batches=len(case.batches), mean=True)",
-        "tests/test_ddp_compile.py::test_parity_prints_how_many_numbers_it_compared",
+        EAGER + "[cpu_no_sync]",
     ),
     Mutant(
         "S5 bucketing",

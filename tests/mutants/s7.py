@@ -6,6 +6,7 @@ MLP = "labkit/models/mlp.py"
 STATES = "labkit/parity/states.py"
 ONE_DEVICE = "labkit/parity/one_device.py"
 EXTENSIONS = "labkit/parity/extensions.py"
+PAPERS_RUN = "tests/test_convnext.py::test_the_papers_run_computes_the_gradient_of_its_images"
 ALIVE = "tests/test_models.py::test_an_mlp_that_was_built_without_memory_comes_to_life_as_one_that_was_not"
 OWN_STATES = "tests/test_parity_states.py::test_a_function_of_ones_own_decides_which_module_states_are_equal"
 NESTED = "tests/test_parity_states.py::test_parameters_of_nested_units_may_be_left_where_they_are"
@@ -14,6 +15,38 @@ OWN_REFERENCE = "tests/test_parity.py::test_a_reference_may_be_made_by_a_functio
 IN_TURN = "tests/test_allgather_extensions.py::test_gradients_are_removed_and_set_to_zero_in_turn"
 
 MUTANTS = [
+    Mutant(
+        "S7 input that requires a gradient",
+        "the paper's images require none",
+        "launch/convnext_spatial.py",
+        '"input_grad": True',
+        '"input_grad": False',
+        PAPERS_RUN,
+    ),
+    Mutant(
+        "S7 input that requires a gradient",
+        "they require one whatever was asked",
+        "launch/convnext_spatial.py",
+        "own_images.requires_grad_(config.input_grad)",
+        "own_images.requires_grad_()",
+        PAPERS_RUN,
+    ),
+    Mutant(
+        "S7 input that requires a gradient",
+        "the stem cuts the images off",
+        "labkit/models/convnext.py",
+        "self.stages(images)",
+        "self.stages(images.detach())",
+        "tests/test_convnext.py::test_the_gradient_of_the_images_is_work_of_the_stem",
+    ),
+    Mutant(
+        "S7 input that requires a gradient",
+        "the one device's gradient is compared with itself",
+        "labkit/parity/spatial.py",
+        "inputs[0].grad, inputs[1].grad)",
+        "inputs[1].grad, inputs[1].grad)",
+        "tests/test_parity.py::test_a_training_step_compares_the_gradients_of_its_images",
+    ),
     Mutant(
         "S7 MLP.reset_parameters",
         "the buffer keeps what to_empty gave",
