@@ -263,7 +263,7 @@ def test_a_reference_may_be_made_by_a_function_of_ones_own():
     _, model, left = trained(2)
     one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1, init_fn=wrap)
     assert compare_fsdp_training(one_device, model, left, rank=0, steps=2)["ok"]
-    assert [wrapper.all_reduces for wrapper in wrapped] == [2 * 12], "what was wrapped is what is called"
+    assert [wrapper.all_reduces for wrapper in wrapped] == [2 * 12], "a gradient of each parameter in two steps"
 
 
 @pytest.mark.parametrize("rounding", ["parameters", "autocast", "everything"])

@@ -291,6 +291,23 @@ def test_the_error_of_zeros_is_zero_and_that_of_nan_is_not_hidden(ranks, fill):
     assert ranks(2)(error_of, fill) == [pytest.approx((fill, fill), nan_ok=True)] * 2
 
 
+def error_of_two_parameters():
+    """The errors of a model of two weights, of which bfloat16 holds the first exactly, and of the second alone."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for layers in (2, 1):
+        torch.manual_seed(0)
+        weights = [nn.Linear(6, 4, bias=False) for _ in range(2)][2 - layers :]
+        if layers == 2:
+            nn.init.ones_(weights[0].weight)
+        found.append(tuple(tensors.gather_errors(apply_extension(nn.Sequential(*weights), mesh, "bf16"))))
+    return found
+
+
+def test_the_error_of_a_model_is_that_of_its_worst_parameter(ranks):
+    for both, second in ranks(2)(error_of_two_parameters):
+        assert both == second and min(second) > 0
+
+
 def wire_after_to_empty():
     """What is sent of an uneven weight that was built without memory, and what comes of it."""
     mesh = init_device_mesh("cpu", (2,))
@@ -355,6 +372,16 @@ def test_theory_of_what_is_held():
 def test_a_parameter_becomes_a_tensor_of_its_own_shape(made, message):
     with pytest.raises(ValueError, match=message):
         tensors.convert_parameters(nn.Linear(6, 5, bias=False), made)
+
+
+def test_a_frozen_parameter_stays_frozen():
+    model = nn.Linear(6, 5)
+    model.bias.requires_grad_(False)
+    tensors.convert_parameters(model, tensors.make_two_tensor)
+    assert {name: (type(each.data), each.requires_grad) for name, each in model.named_parameters()} == {
+        "weight": (TwoTensor, True),
+        "bias": (TwoTensor, False),
+    }
 
 
 def timed_gathers(name):

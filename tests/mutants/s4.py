@@ -75,6 +75,14 @@ MUTANTS = [
         TENSORS + "test_both_halves_have_memory_of_their_own",
     ),
     Mutant(
+        "S4 TwoTensor",
+        "what was frozen is trained once it is a TwoTensor",
+        TWO,
+        "nn.Parameter(converted, each.requires_grad)",
+        "nn.Parameter(converted)",
+        TENSORS + "test_a_frozen_parameter_stays_frozen",
+    ),
+    Mutant(
         "S4 fsdp_pre_all_gather, fsdp_post_all_gather",
         "the first half is sent twice",
         TWO,
@@ -367,6 +375,14 @@ MUTANTS = [
         "return (1 + reshard) * sum(",
         "return 2 * sum(",
         CHECKS + "test_theory_pads_the_last_shard",
+    ),
+    Mutant(
+        "S4 beyond",
+        "the error of a model is the mean of its parameters' errors",
+        "labkit/tensors/inspection.py",
+        "torch.stack(found).amax(dim=0)",
+        "torch.stack(found[1:]).mean(dim=0)",
+        TENSORS + "test_the_error_of_a_model_is_that_of_its_worst_parameter",
     ),
     Mutant(
         "S4 beyond",
