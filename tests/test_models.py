@@ -1,11 +1,14 @@
 """labkit.models of the FSDP lab: sizes as the course gives them, seeds, and objectives that stay alive."""
 
 import copy
+import math
 
 import pytest
 import torch
 from test_catalog import ALL
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from labkit.models import catalog
 from labkit.models.delay import ModuleWithDelay
@@ -282,6 +285,39 @@ def test_the_buffer_of_an_mlp_is_added_after_the_last_relu():
     buffer, mlp.buffer = mlp.buffer, None
     assert torch.equal(with_buffer, mlp(x) + buffer)
     assert mlp(x).min() >= 0
+
+
+@pytest.mark.parametrize("with_buffer", [True, False])
+def test_an_mlp_that_was_built_without_memory_comes_to_life_as_one_that_was_not(with_buffer):
+    torch.manual_seed(3)
+    expected = MLP(6, with_buffer=with_buffer).state_dict()
+    mlp = MLP(6, "meta", with_buffer=with_buffer).to_empty(device="cpu")
+    for tensor in mlp.state_dict().values():
+        tensor.fill_(math.nan)  # fresh memory often holds zeros
+    torch.manual_seed(3)
+    mlp.reset_parameters()
+    assert mlp.state_dict().keys() == expected.keys() and ("buffer" in expected) is with_buffer
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in mlp.state_dict().items())
+
+
+def mlp_of_two_ranks():
+    """Buffer and output of an MLP that was sharded before it had memory, and whether it has gradients."""
+    mlp = fully_shard(MLP(8, "meta", with_buffer=True), mesh=init_device_mesh("cpu", (2,)))
+    mlp.to_empty(device="cpu")
+    for tensor in (*mlp.parameters(), *mlp.buffers()):
+        nn.init.constant_(tensor, math.nan)
+    torch.manual_seed(3)
+    mlp.reset_parameters()
+    output = mlp(torch.ones(2, 8))
+    output.square().sum().backward()
+    alive = [bool(each.grad.to_local().isfinite().all()) for each in mlp.parameters()]
+    return mlp.buffer.tolist(), bool(output.isfinite().all()), alive
+
+
+def test_its_shards_come_to_life_too_and_its_buffer_is_that_of_all_ranks(ranks):
+    first, second = ranks(2)(mlp_of_two_ranks)
+    assert first == second
+    assert len(set(first[0])) == 8 and first[1:] == (True, [True] * 4)
 
 
 def test_mlp_stack_has_the_multipliers_of_the_course():

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from labkit import parity
+from labkit.session.traffic import CommunicationCounter
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
 
@@ -246,6 +248,76 @@ def test_shards_and_empty_modules_are_refused_and_a_missing_tensor_is_named(rank
     assert nothing == "nothing to compare: ReLU has neither parameters nor buffers"
     assert missing.startswith("extra differs between ranks: rank 0 holds none; rank 1 holds ")
     assert shape.startswith("mask differs between ranks")
+
+
+def states_by_a_function_of_ones_own():
+    """Pairs that the function gets, whether differences pass that it allows, and what it says of others."""
+    model, pairs = small_model(), []
+    model[2].bias.data[0] = float(dist.get_rank())
+    parity.assert_module_states(model, assert_fn=lambda first, other: pairs.append((first, other)))
+    biases = [(first[0].item(), other[0].item()) for first, other in pairs if first.shape == (5,)]
+    close = partial(torch.testing.assert_close, rtol=0, atol=1.5)
+    far = message_of(AssertionError, partial(parity.assert_module_states, assert_fn=close), model)
+    pair = dist.new_group([1, 2])
+    if dist.get_rank():
+        parity.assert_module_states(model, pair, assert_fn=close)
+    if dist.get_rank() == 1:
+        model.register_buffer("extra", torch.ones(1))
+    return (
+        len(pairs),
+        biases,
+        far,
+        message_of(AssertionError, partial(parity.assert_module_states, assert_fn=close), model),
+    )
+
+
+def test_a_function_of_ones_own_decides_which_module_states_are_equal(ranks):
+    for count, biases, far, missing in ranks(3)(states_by_a_function_of_ones_own):
+        assert count == 2 * (6 + 3), "every tensor, of ranks 1 and 2"
+        assert biases == [(0.0, 1.0), (0.0, 2.0)], "rank 0's first"
+        assert far.startswith("2.bias, ranks 0 and 2: ")
+        assert missing.startswith("extra differs between ranks: ranks 0, 2 hold none; rank 1 holds ")
+
+
+def outer_parameters(kind):
+    """Those that ``full_params`` gives without ``recurse``, and its all-gathers with and without."""
+    plain = small_model()
+    model, gathers = wrapped(copy.deepcopy(plain), kind), []
+    for recurse in (True, False):
+        with CommunicationCounter() as counter:
+            found = parity.full_params(model, recurse=recurse)
+        gathers.append(counter.counts["all_gather"])
+    named = dict(plain.named_parameters())
+    assert all(torch.equal(tensor, named[name]) for name, tensor in found.items())
+    return list(found), gathers
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "gathers"),
+    # FSDP1's outer unit has the parameters of the batch norm, FSDP2's has none
+    [("plain", NAMES, [0, 0]), ("fsdp1", ["1.weight", "1.bias"], [3, 1]), ("fsdp2", [], [6, 0])],
+)
+def test_parameters_of_nested_units_may_be_left_where_they_are(ranks, kind, names, gathers):
+    assert ranks(2)(outer_parameters, kind) == [(names, gathers)] * 2
+
+
+def zeroed_by_one_rank(kind):
+    """How many numbers are left when rank 0 alone sets its shards to zero, of all and of both ranks' shards."""
+    model = wrapped(small_model(), kind)
+    nn.init.ones_(model[1].bias)
+    numbers = sum(int(tensor.count_nonzero()) for tensor in parity.full_params(model).values())
+    if dist.get_rank() == 0:
+        parity.zero_model(model, summon_full=False)
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    left = sum(int(tensor.count_nonzero()) for tensor in parity.full_params(model).values())
+    return numbers, left, sum(each.numel() for each in own)
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_rank_may_set_its_own_shards_to_zero(ranks, kind):
+    first, second = ranks(2, timeout_s=20)(zeroed_by_one_rank, kind)  # a collective would wait for rank 1
+    assert first[:2] == second[:2]
+    assert first[0] == 41 and first[1] == second[2] == first[0] - first[2] > 0
 
 
 def gathered_and_zeroed(kind, after_forward):

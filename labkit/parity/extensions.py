@@ -45,7 +45,7 @@ def compare_extension_training(
     It trains with Adam, lr 1e-2, with and without resharding. Every difference must be exactly 0,
     and no gradient may be all zeros.
     """
-    found, halves = Parity(), 1
+    found, halves, gathers = Parity(), 1, Counter[bool]()
     for reshard in (True, False):
         torch.manual_seed(0)
         reference = three_mlps(device)
@@ -55,9 +55,11 @@ def compare_extension_training(
         optimizers = [make_foreach_adam(each.parameters()) for each in (model, reference)]
         for step in range(steps):
             x, where = _local_samples(mesh, device, step), f"of step {step}, reshard {reshard}"
-            # Gradients are removed and set to zero in turn.
+            # Gradients are set to zero, from the third step on, and removed, in turn.
             to_none = bool(step % 2)
-            loss = _forward_backward(model, optimizers[0], x, to_none)
+            with CommunicationCounter() as counter:
+                loss = _forward_backward(model, optimizers[0], x, to_none)
+            gathers[reshard] += counter.counts["all_gather"]
             expected_loss = _forward_backward(reference, optimizers[1], x, to_none)
             # OneDevice would add the ranks' gradients in another order than an all-reduce.
             for parameter in reference.parameters():
@@ -75,7 +77,14 @@ def compare_extension_training(
                 _compare_shard(found, f"gradient {name}, {where}", mine.grad, expected.grad)
     a_step = halves * (1 + count_tensors(reference, "parameter"))
     a_step += count_tensors(reference, "gradient")
-    return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
+    verdict = found.verdict(limit=0.0, expected=2 * steps * a_step)
+    # A unit that frees its parameters after the forward pass gathers them again in the backward.
+    both_ways = gathers[True] == 2 * gathers[False] > 0
+    return verdict | {
+        "reference": "plain training",
+        "all_gathers": {"with reshard": gathers[True], "without": gathers[False]},
+        "ok": verdict["ok"] and both_ways,
+    }
 
 
 def _compare_shard(found: Parity, what: str, shard: Tensor | None, whole: Tensor | None) -> None:
