@@ -47,7 +47,8 @@ doctor.show()
 # What the doctor notes about DTensor's convolution is explained in section 7.
 #
 # The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
-# Change them if you like: the cell after them refuses values that cannot work. The text speaks of the values below.
+# Change them if you like: the cell after them refuses what cannot work. The text speaks of the values below; cells say
+# what does not hold for yours.
 
 # %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}
 RANKS: int = 4  # ranks that share an image
@@ -57,7 +58,7 @@ HEIGHT: int = 64  # of an image, in pixels
 WIDTH: int = 256  # of an image, in pixels
 
 # %%
-require("RANKS", RANKS, at_least=2, because="one rank has no neighbour")
+require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has no neighbour, and more than 8 take minutes")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 require("BATCH", BATCH, at_least=2, multiple_of=2, because="the mesh of 2 x 2 ranks cuts the batch into halves")
 require("HEIGHT", HEIGHT, at_least=8, multiple_of=8, because="the two stages divide height and width by 8")
@@ -633,7 +634,8 @@ def padded_strip(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torch
 all_right = forward_verdict.ok and backward_verdict.ok and function_verdict.ok
 your_way = {"strategy": "yours", "use": {"padded_strip": padded_strip}} if all_right else {"strategy": "yours"}
 print("your HaloExchange" if all_right else "labkit's own, until 1.4 to 1.6 pass")
-print(labkit.check("convnext_spatial", nproc=RANKS, **your_way).verdict_text)
+PARITY = {"nproc": RANKS, "width": WIDTH}
+print(labkit.check("convnext_spatial", **PARITY, **your_way).verdict_text)
 
 # %%
 yours_run = labkit.run("convnext_spatial", nproc=RANKS, **your_way, **SETUP)
@@ -704,7 +706,7 @@ broken = {
     for name, use in mutations.items()
 }
 checked = {
-    name: labkit.check("convnext_spatial", nproc=RANKS, strategy="yours", use=use) for name, use in mutations.items()
+    name: labkit.check("convnext_spatial", **PARITY, strategy="yours", use=use) for name, use in mutations.items()
 }
 print("\n".join(f"{name}: {each.verdict_text}" for name, each in checked.items()))
 seen = {
@@ -769,7 +771,7 @@ fooled_verdict
 
 # %%
 nothing_sent = sends_nothing if fooled_verdict.ok else swapped  # until you have written it
-fooled = labkit.check("convnext_spatial", nproc=RANKS, strategy="yours", use={"exchange_halo": nothing_sent})
+fooled = labkit.check("convnext_spatial", **PARITY, strategy="yours", use={"exchange_halo": nothing_sent})
 print(fooled.verdict_text)
 
 # %% [markdown]

@@ -40,8 +40,8 @@ doctor.show()
 # %% [markdown]
 # The parameters of this notebook. The network looks at tiles of a photo, 16 × 16 pixels each, and says from which of ten
 # regions a tile was cut. It has a linear layer, two multilayer perceptrons of inner width 4 × `DIM`, and a linear layer,
-# all without bias. These four are its units. Change the values if you like: the next cell refuses those that cannot
-# work. The text speaks of the values below.
+# all without bias. These four are its units. Change the values if you like: the next cell refuses what cannot work. The
+# text speaks of the values below; cells say what does not hold for yours.
 
 # %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20}
 RANKS: int = 2  # ranks that share the parameters
@@ -50,7 +50,7 @@ BATCH: int = 64  # tiles of a rank in a step
 STEPS: int = 60  # timed training steps in each run
 
 # %%
-require("RANKS", RANKS, at_least=2, because="one rank has nothing to gather")
+require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has nothing to gather, and more than 8 take minutes")
 require("DIM", DIM, at_least=128, because="with shorter rows int8's scales weigh more than this lab says")
 require("BATCH", BATCH, at_least=1, because="a step needs a tile")
 require(

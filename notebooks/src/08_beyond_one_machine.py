@@ -53,15 +53,15 @@ from labkit_cluster.local_hosts import start_local_hosts
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
-# speaks of the values below.
+# The parameters of this notebook. Change them if you like: the next cell refuses what cannot work. The text speaks of
+# the values below; cells say what does not hold for yours.
 
 # %% tags=["parameters"] small={"DIM": 32}
 RANKS: int = 2  # ranks of each of the two hosts
 DIM: int = 64  # width of the network
 
 # %%
-require("RANKS", RANKS, at_least=2, because="parallelism inside a host needs two ranks there")
+require("RANKS", RANKS, at_least=2, at_most=4, because="a host needs two, and more than 4 on each take minutes here")
 require("DIM", DIM, at_least=4, multiple_of=2 * RANKS, because="every rank holds equally many rows")
 
 # %% [markdown]
