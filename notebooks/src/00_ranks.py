@@ -39,8 +39,8 @@ from labkit.theory import collectives as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the cell after them refuses what cannot work. The text
-# speaks of the values below; cells say what does not hold for yours.
+# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
+# values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four

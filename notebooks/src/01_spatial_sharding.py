@@ -47,8 +47,8 @@ doctor.show()
 # What the doctor notes about DTensor's convolution is explained in section 7.
 #
 # The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
-# Change them if you like: the cell after them refuses what cannot work. The text speaks of the values below; cells say
-# what does not hold for yours.
+# You may change them: the next cell refuses what cannot work. The text speaks of these values; cells say what differs
+# with yours.
 
 # %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}
 RANKS: int = 4  # ranks that share an image

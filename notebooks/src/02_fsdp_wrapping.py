@@ -41,8 +41,8 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is a stack of three multilayer perceptrons: linear, ReLU, linear, ReLU,
-# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the cell
-# after them refuses what cannot work. The text speaks of the values below; cells say what does not hold for yours.
+# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. You may change them: the next cell
+# refuses what cannot work. The text speaks of these values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1}
 RANKS: int = 2  # ranks that share the parameters
@@ -753,8 +753,9 @@ _ = plots.memory_comparison(
 
 # %% [markdown]
 # *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7. Wrapping the root alone hardly
-# saves anything at the peak: with 2 ranks it needs within 10 % of what data parallelism needs. Blocks need less than the
-# root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the measurement.*
+# saves anything at the peak: with 2 ranks it needs within 10 % of what data parallelism needs. Blocks need less than
+# the root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the
+# measurement.*
 #
 # Wrapping the root alone gathers all parameters at once, and their buffer holds them a second time. The optimizer's
 # state is sharded all the same, so between the steps the root saves as much as the others do. At the root's peak there
@@ -762,8 +763,9 @@ _ = plots.memory_comparison(
 # still there. So are nearly all activations, and for a moment this ReLU's input beside its output. No gradient exists
 # yet. With blocks and layers the peak lies in the backward pass.
 #
-# For `layer` theory is 4 % above the measurement, more with more ranks. In its ledger the all-gather of the next layer is already under way
-# while this layer's parameters are gathered. In the measured step the two did not meet at the peak.
+# For `layer` theory is 4 % above the measurement, more with more ranks. In its ledger the all-gather of the next layer
+# is already under way while this layer's parameters are gathered. In the measured step the two did not meet at the
+# peak.
 
 # %% tags=["claim"]
 peaks = {label: result.value("peak_total_bytes") for label, result in runs.items()}

@@ -38,10 +38,10 @@ from labkit.theory import extensions as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. The network looks at tiles of a photo, 16 × 16 pixels each, and says from which of ten
-# regions a tile was cut. It has a linear layer, two multilayer perceptrons of inner width 4 × `DIM`, and a linear layer,
-# all without bias. These four are its units. Change the values if you like: the next cell refuses what cannot work. The
-# text speaks of the values below; cells say what does not hold for yours.
+# The parameters of this notebook. The network looks at tiles of a photo, 16 × 16 pixels each, and says from which of
+# ten regions a tile was cut. It has a linear layer, two multilayer perceptrons of inner width 4 × `DIM`, and a linear
+# layer, all without bias. These four are its units. You may change them: the next cell refuses what cannot work. The
+# text speaks of these values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20}
 RANKS: int = 2  # ranks that share the parameters

@@ -48,8 +48,8 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. They are those of its *wide* network, a row of four linear layers with biases. There
-# is a *deep* one, too: 100 linear layers of 64 × 64. Change the values if you like: the next cell refuses what cannot
-# work. The text speaks of the values below; cells say what does not hold for yours.
+# is a *deep* one, too: 100 linear layers of 64 × 64. You may change them: the next cell refuses what cannot work. The
+# text speaks of these values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1}
 RANKS: int = 2  # ranks that share the samples

@@ -53,8 +53,8 @@ doctor.show()
 # %% [markdown]
 # The parameters of this notebook. The network is lab 2's stack of three MLPs (multilayer perceptrons): linear, ReLU,
 # linear, ReLU, with an inner width of 3, 4 and 3 times `DIM`. A sample is a text of 8 **tokens**, and each token has
-# `DIM` numbers. A linear layer treats every token alike. Change the values if you like: the next cell refuses what
-# cannot work. The text speaks of the values below; cells say what does not hold for yours.
+# `DIM` numbers. A linear layer treats every token alike. You may change them: the next cell refuses what cannot work.
+# The text speaks of these values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"DIM": 16, "BATCH": 8}
 RANKS: int = 4  # ranks of the mesh

@@ -48,8 +48,8 @@ from labkit_simulate.widgets import CandidateExplorer
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the next cell refuses what cannot work. The text speaks of
-# the values below; cells say what does not hold for yours.
+# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
+# values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5}
 RANKS: int = 1024  # GPUs of the simulated cluster, in hosts of 8; a power of two

@@ -53,8 +53,8 @@ from labkit_cluster.local_hosts import start_local_hosts
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the next cell refuses what cannot work. The text speaks of
-# the values below; cells say what does not hold for yours.
+# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
+# values; cells say what differs with yours.
 
 # %% tags=["parameters"] small={"DIM": 32}
 RANKS: int = 2  # ranks of each of the two hosts
