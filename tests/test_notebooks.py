@@ -18,7 +18,7 @@ import papermill
 import psutil
 import pytest
 from fixture_long import long_but
-from fixture_notebooks import read_small_values, unused
+from fixture_notebooks import read_points, read_small_values, unused
 
 import labkit
 from labkit import doctor
@@ -40,46 +40,6 @@ ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with small values in tests/test_wheel.py and tests/browser/test_labs.py."""
 THE_NOTEBOOKS_OWN = {"PRICE"}
 """Parameters that no run is asked for."""
-POINTS = {
-    "00_ranks": [
-        {"RANKS": 2, "DIM": 4, "STEPS": 1, "REPEATS": 1},
-        {"RANKS": 3, "DIM": 301, "STEPS": 2, "REPEATS": 5},
-        {"RANKS": 8, "DIM": 2000, "STEPS": 5, "REPEATS": 30},
-    ],
-    "01_spatial_sharding": [
-        {"RANKS": 2, "STEPS": 1, "BATCH": 2, "HEIGHT": 8, "WIDTH": 48},
-        {"RANKS": 3, "STEPS": 3, "BATCH": 4, "HEIGHT": 40, "WIDTH": 240},
-        {"RANKS": 8, "STEPS": 12, "BATCH": 8, "HEIGHT": 96, "WIDTH": 256},
-    ],
-    "02_fsdp_wrapping": [
-        {"RANKS": 2, "DIM": 1, "BATCH": 1, "STEPS": 1},
-        {"RANKS": 3, "DIM": 100, "BATCH": 8, "STEPS": 4},
-        {"RANKS": 8, "DIM": 256, "BATCH": 48, "STEPS": 12},
-    ],
-    "03_allgather_extensions": [
-        {"RANKS": 2, "DIM": 128, "BATCH": 1, "STEPS": 20},
-        {"RANKS": 3, "DIM": 200, "BATCH": 16, "STEPS": 25},
-        {"RANKS": 8, "DIM": 256, "BATCH": 80, "STEPS": 80},
-    ],
-    "04_compiler_bucketing": [
-        {"RANKS": 2, "DIM": 512, "BUCKET_MB": 1.01, "STEPS": 1},
-        {"RANKS": 3, "DIM": 700, "BUCKET_MB": 3.0, "STEPS": 5},
-        {"RANKS": 4, "DIM": 1500, "BUCKET_MB": 17.0, "STEPS": 25},
-    ],
-    "05_two_dimensions": [
-        {"RANKS": 4, "DIM": 4, "BATCH": 4, "STEPS": 1},
-        {"RANKS": 6, "DIM": 48, "BATCH": 24, "STEPS": 2},
-        {"RANKS": 8, "DIM": 128, "BATCH": 64, "STEPS": 3},
-    ],
-    "06_simulate_a_cluster": [
-        {"RANKS": 64, "SEQUENCE": 128, "PRICE": 0.01},
-        {"RANKS": 256, "SEQUENCE": 1000, "PRICE": 2.5},
-        {"RANKS": 16384, "SEQUENCE": 8192, "PRICE": 50.0},
-    ],
-    "07_when_it_breaks": [{"RANKS": 2, "DIM": 4}, {"RANKS": 3, "DIM": 65}, {"RANKS": 4, "DIM": 256}],
-    "08_beyond_one_machine": [{"RANKS": 2, "DIM": 4}, {"RANKS": 3, "DIM": 48}, {"RANKS": 4, "DIM": 128}],
-}
-"""Parameters of each lab: the smallest, some between, and large ones that two cores still run in about a minute."""
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 
 
@@ -259,14 +219,17 @@ def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, m
     kernel, rules = {}, []
     exec(imports, kernel)
     noted = {"require": lambda name, value, *kind, **rule: rules.append(rule) if name == "RANKS" else None}
-    for point in POINTS[lab.name]:
+    points = read_points(lab.name)
+    for point in points:
         assert point.keys() == set(parameters_of(lab))
         exec(first_use, kernel | point)
         exec(first_use, kernel | point | noted)
-    assert all(len(set(values)) > 1 for values in zip(*map(dict.values, POINTS[lab.name]), strict=True))
-    least, *_, most = (point["RANKS"] for point in POINTS[lab.name])
-    assert least == max(rule.get("at_least", 0) for rule in rules)
-    assert most == min(rule.get("at_most", math.inf) for rule in rules)
+    assert len(points) >= 3, 'write # %% tags=["parameters"] points=[[…], […], […]]'
+    assert all(len(set(values)) == len(points) for values in zip(*map(dict.values, points), strict=True))
+    if rules:
+        ranks = [point["RANKS"] for point in points]
+        assert min(ranks) == max(rule.get("at_least", 0) for rule in rules)
+        assert max(ranks) == min(rule.get("at_most", math.inf) for rule in rules)
 
 
 def values_outside(value, kind, rule):
@@ -290,7 +253,7 @@ def values_outside(value, kind, rule):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("lab", "values"),
-    [(lab, values) for lab in LABS for values in POINTS[lab.name]],
+    [(lab, values) for lab in LABS for values in read_points(lab.name)],
     ids=lambda each: each.name if hasattr(each, "name") else "-".join(f"{value}" for value in each.values()),
 )
 def test_solved_notebook_runs_to_its_end_with_other_parameters(lab, values, tmp_path, monkeypatch):

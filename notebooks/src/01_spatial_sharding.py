@@ -50,7 +50,7 @@ doctor.show()
 # You may change them: the next cell refuses what cannot work. The text speaks of these values; cells say what differs
 # with yours.
 
-# %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}
+# %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128} points=[[2,1,2,8,48],[3,3,4,40,240],[8,12,8,96,256]]
 RANKS: int = 4  # ranks that share an image
 STEPS: int = 10  # timed training steps in each run
 BATCH: int = 6  # images in a step

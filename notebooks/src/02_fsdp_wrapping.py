@@ -44,7 +44,7 @@ doctor.show()
 # with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. You may change them: the next cell
 # refuses what cannot work. The text speaks of these values; cells say what differs with yours.
 
-# %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1}
+# %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1} points=[[2,1,1,1],[3,100,8,4],[8,256,48,12]]
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 32  # sequences of a rank in a step, of 8 tokens each

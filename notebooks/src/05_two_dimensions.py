@@ -56,7 +56,7 @@ doctor.show()
 # `DIM` numbers. A linear layer treats every token alike. You may change them: the next cell refuses what cannot work.
 # The text speaks of these values; cells say what differs with yours.
 
-# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8}
+# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8} points=[[4,4,4,1],[6,48,24,2],[8,128,64,3]]
 RANKS: int = 4  # ranks of the mesh
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step, of 8 tokens each

@@ -46,7 +46,7 @@ doctor.show()
 # The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
 # values; cells say what differs with yours.
 
-# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20}
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20} points=[[2,4],[3,65],[4,256]]
 RANKS: int = 2  # ranks in sections 6 (parity), 9 and 11; other cells say their own numbers
 DIM: int = 64  # width of the parity program's four linear layers, and of section 11's gradients
 

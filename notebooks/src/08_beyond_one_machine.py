@@ -56,7 +56,7 @@ doctor.show()
 # The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
 # values; cells say what differs with yours.
 
-# %% tags=["parameters"] small={"DIM": 32}
+# %% tags=["parameters"] small={"DIM": 32} points=[[2,4],[3,48],[4,128]]
 RANKS: int = 2  # ranks of each of the two hosts
 DIM: int = 64  # width of the network
 
