@@ -39,8 +39,8 @@ from labkit.theory import collectives as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
-# values; cells say what differs with yours.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
 # %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4} points=[[2,4,1,1],[3,301,2,5],[8,2000,5,30]]
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four

@@ -47,8 +47,7 @@ doctor.show()
 # What the doctor notes about DTensor's convolution is explained in section 7.
 #
 # The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
-# You may change them: the next cell refuses what cannot work. The text speaks of these values; cells say what differs
-# with yours.
+# You may change them; the next cell refuses what cannot work. The text speaks of these; cells say what yours change.
 
 # %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128} points=[[2,1,2,8,48],[3,3,4,40,240],[8,12,8,96,256]]
 RANKS: int = 4  # ranks that share an image

@@ -41,8 +41,8 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is a stack of three multilayer perceptrons: linear, ReLU, linear, ReLU,
-# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. You may change them: the next cell
-# refuses what cannot work. The text speaks of these values; cells say what differs with yours.
+# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. You may change them; the next cell
+# refuses what cannot work. The text speaks of these; cells say what yours change.
 
 # %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1} points=[[2,1,1,1],[3,100,8,4],[8,256,48,12]]
 RANKS: int = 2  # ranks that share the parameters
@@ -752,10 +752,9 @@ _ = plots.memory_comparison(
 )
 
 # %% [markdown]
-# *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7. Wrapping the root alone hardly
-# saves anything at the peak: with 2 ranks it needs within 10 % of what data parallelism needs. Blocks need less than
-# the root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the
-# measurement.*
+# *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7. With 2 ranks, wrapping the root
+# alone needs within 10 % of what data parallelism needs. Blocks need less than the root, layers less than blocks.
+# Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the measurement.*
 #
 # Wrapping the root alone gathers all parameters at once, and their buffer holds them a second time. The optimizer's
 # state is sharded all the same, so between the steps the root saves as much as the others do. At the root's peak there

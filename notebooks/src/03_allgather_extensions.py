@@ -40,8 +40,8 @@ doctor.show()
 # %% [markdown]
 # The parameters of this notebook. The network looks at tiles of a photo, 16 × 16 pixels each, and says from which of
 # ten regions a tile was cut. It has a linear layer, two multilayer perceptrons of inner width 4 × `DIM`, and a linear
-# layer, all without bias. These four are its units. You may change them: the next cell refuses what cannot work. The
-# text speaks of these values; cells say what differs with yours.
+# layer, all without bias. These four are its units. You may change them; the next cell refuses what cannot work. The
+# text speaks of these; cells say what yours change.
 
 # %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20} points=[[2,128,1,20],[3,200,16,25],[8,256,80,80]]
 RANKS: int = 2  # ranks that share the parameters

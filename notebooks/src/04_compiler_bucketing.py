@@ -48,8 +48,8 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. They are those of its *wide* network, a row of four linear layers with biases. There
-# is a *deep* one, too: 100 linear layers of 64 × 64. You may change them: the next cell refuses what cannot work. The
-# text speaks of these values; cells say what differs with yours.
+# is a *deep* one, too: 100 linear layers of 64 × 64. You may change them; the next cell refuses what cannot work. The
+# text speaks of these; cells say what yours change.
 
 # %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1} points=[[2,512,1.01,1],[3,700,3.0,5],[4,1500,17.0,25]]
 RANKS: int = 2  # ranks that share the samples
@@ -369,8 +369,7 @@ for index, names in sent.groupby("index")["name"]:
     print(f"bucket {index}: {', '.join(names)}")
 
 # %% [markdown]
-# *Eight gradients travel in two buckets. A layer has 4.004 MB with DIM = 1000. BUCKET_MB is more than one layer and at
-# most two, so two fill a bucket.*
+# *Eight gradients travel in two buckets. A layer has less than BUCKET_MB, and two fill a bucket.*
 
 # %% tags=["claim"]
 claim("eight gradients travel in two buckets", sent["index"].nunique() == 2 and len(sent) == 8)

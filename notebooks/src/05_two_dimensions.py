@@ -53,8 +53,8 @@ doctor.show()
 # %% [markdown]
 # The parameters of this notebook. The network is lab 2's stack of three MLPs (multilayer perceptrons): linear, ReLU,
 # linear, ReLU, with an inner width of 3, 4 and 3 times `DIM`. A sample is a text of 8 **tokens**, and each token has
-# `DIM` numbers. A linear layer treats every token alike. You may change them: the next cell refuses what cannot work.
-# The text speaks of these values; cells say what differs with yours.
+# `DIM` numbers. A linear layer treats every token alike. You may change them; the next cell refuses what cannot work.
+# The text speaks of these; cells say what yours change.
 
 # %% tags=["parameters"] small={"DIM": 16, "BATCH": 8} points=[[4,4,4,1],[6,48,24,2],[8,128,64,3]]
 RANKS: int = 4  # ranks of the mesh

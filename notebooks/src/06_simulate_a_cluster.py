@@ -48,8 +48,8 @@ from labkit_simulate.widgets import CandidateExplorer
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
-# values; cells say what differs with yours.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
 # %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5} points=[[64,128,0.01],[256,1000,2.5],[16384,8192,50.0]]
 RANKS: int = 1024  # GPUs of the simulated cluster, in hosts of 8; a power of two

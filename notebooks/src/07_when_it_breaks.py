@@ -43,8 +43,8 @@ from labkit.theory import failures as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
-# values; cells say what differs with yours.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
 # %% tags=["parameters"] small={"RANKS": 3, "DIM": 20} points=[[2,4],[3,65],[4,256]]
 RANKS: int = 2  # ranks in sections 6 (parity), 9 and 11; other cells say their own numbers

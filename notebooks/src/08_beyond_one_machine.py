@@ -53,8 +53,8 @@ from labkit_cluster.local_hosts import start_local_hosts
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. You may change them: the next cell refuses what cannot work. The text speaks of these
-# values; cells say what differs with yours.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
 # %% tags=["parameters"] small={"DIM": 32} points=[[2,4],[3,48],[4,128]]
 RANKS: int = 2  # ranks of each of the two hosts
