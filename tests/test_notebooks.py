@@ -250,7 +250,7 @@ def values_outside(value, kind, rule):
 @pytest.mark.long
 @pytest.mark.notebook
 @pytest.mark.calm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("lab", "values"),
     [(lab, values) for lab in LABS for values in read_points(lab.name)],
@@ -259,14 +259,23 @@ def values_outside(value, kind, rule):
 def test_solved_notebook_runs_to_its_end_with_other_parameters(lab, values, tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "verdicts.json"))
-    monkeypatch.setenv(ENV_STRICT_CLAIMS, "1")
-    source, done = tmp_path / "source.ipynb", tmp_path / "done.ipynb"
+    monkeypatch.delenv(ENV_STRICT_CLAIMS, raising=False)  # so that all claims are seen, and not the first
+    if wrong := contradicted_claims(lab, values, tmp_path):
+        wrong &= contradicted_claims(lab, values, tmp_path)  # a time may be disturbed once
+    assert not wrong
+    assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
+
+
+def contradicted_claims(lab, values, folder):
+    """The claims that are not so where the solved notebook runs with these values; all its exercises must pass."""
+    source, done = folder / "source.ipynb", folder / "done.ipynb"
     nbformat.write(solved_notebook(lab.source), source)
-    papermill.execute_notebook(source, done, values, cwd=tmp_path, progress_bar=False, execution_timeout=300)
+    papermill.execute_notebook(source, done, values, cwd=folder, progress_bar=False, execution_timeout=300)
     (so_far,) = (cell for cell in code_cells(done) if "so_far(" in cell.source)
     passed, of = re.match(r"(\d+) of (\d+) passed", so_far.outputs[0].data["text/plain"]).groups()
     assert passed == of
-    assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
+    printed = "".join(output.get("text", "") for cell in code_cells(done) for output in cell.outputs)
+    return set(re.findall("^Not so in this run.*", printed, flags=re.MULTILINE))
 
 
 @pytest.mark.notebook
