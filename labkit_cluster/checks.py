@@ -12,7 +12,7 @@ from labkit_cluster import theory
 
 LAB = "hosts"
 # Any order of the operations is right, so rounding may differ.
-TOLERANCE = 1e-6
+TOLERANCES = {"rtol": 1e-9, "atol": 0.0}
 
 
 @exercise
@@ -23,7 +23,9 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
         found = judge.call_answer(answer, rank, nproc=nproc)
         said = f"{judge.call_text(answer, rank, nproc=nproc)} gave {judge.value_text(found)}"
         # A list of two is as good as a tuple.
-        place = tuple(found) if isinstance(found, list | tuple) else found
+        is_pair = isinstance(found, list | tuple) and len(found) == 2
+        judge.expect(is_pair, said, right, "Return two numbers: the host, and the local rank.")
+        place = tuple(found)
         is_reversed = place == right[::-1] != right
         judge.expect(not is_reversed, f"{said}: the local rank first", right, "The host is first.")
         judge.expect(place == right, said, right, "Ranks 0 to nproc - 1 are on host 0. Count on.")
@@ -51,7 +53,7 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
             "Only one rank of a host sends to another host.": 2 * ring * size * nproc,
             "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.": 2 * size,
         }
-        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        is_right = judge.is_close(found, right, **TOLERANCES)
         judge.expect(is_right, said, judge.value_text(right), judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} cases agree")
 
@@ -108,6 +110,6 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
             "That is the least part of the time that is lost.": (2 * save_s / between_s) ** 0.5,
             "Set the derivative to zero, and solve for the interval itself.": 2 * product,
         }
-        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        is_right = judge.is_close(found, right, **TOLERANCES)
         judge.expect(is_right, said, expected, judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} cases agree")

@@ -12,7 +12,7 @@ from labkit_simulate.theory import simulation as theory
 
 LAB = "simulation"
 # Any order of the operations is right, so rounding may differ.
-TOLERANCE = 1e-6
+TOLERANCES = {"rtol": 1e-9, "atol": 0.0}
 # What is asked in exercise 6, whether a simulation can know it, and why.
 QUESTIONS = {
     "peak memory of a rank": (True, "Sizes of tensors do not depend on numbers in them."),
@@ -116,7 +116,7 @@ def efficiencies(answer: Callable[..., Any]) -> Verdict:
             "As a part of what one does first.": each,
             "Compare with the first size, not with the last.": [x / totals[-1] for x in totals],
         }
-        is_right = judge.is_close(found, right, rtol=TOLERANCE)
+        is_right = judge.is_close(found, right, **TOLERANCES)
         judge.expect(is_right, said, right, judge.likely_hint(found, likely))
     return judge.passing_verdict(f"{len(cases)} series agree")
 

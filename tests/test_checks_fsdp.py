@@ -291,7 +291,7 @@ ANSWERS = {
         dist.all_reduce(parameter.grad)
         parameter.grad /= ranks
 """,
-        f"on rank 0, the expert's gradient of net.2.weight was averaged, {OWN}",
+        f"on rank 0, the expert's gradient of net.2.weight is averaged, {OWN}",
     ),
     "summed": (
         """
@@ -299,7 +299,7 @@ ANSWERS = {
         if parameter not in experts:
             dist.all_reduce(parameter.grad)
 """,
-        f"on rank 0, the shared gradient of net.0.weight was summed and not divided, {MEAN}",
+        f"on rank 0, the shared gradient of net.0.weight is summed and not divided, {MEAN}",
     ),
     "experts_averaged_instead": (
         """
@@ -315,7 +315,7 @@ ANSWERS = {
         if parameter not in experts:
             parameter.grad /= ranks
 """,
-        f"on rank 0, the shared gradient of net.0.weight was divided but not summed, {MEAN}",
+        f"on rank 0, the shared gradient of net.0.weight is divided but not summed, {MEAN}",
     ),
     "experts_left_alone": (
         """
@@ -382,7 +382,7 @@ ONE_MORE = (
 # Answers in which the ranks do not send alike, for a launch of their own, and a part of the verdict.
 UNEQUAL = {
     "first_missing": (ONE_LESS.format(0), "the ranks sent tensors of different sizes to each other: does"),
-    "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias was divided but not summed"),
+    "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias is divided but not summed"),
     "one_more": (ONE_MORE, "rank 1 waited for rank 0, which was done: does every rank call the same"),
 }  # fmt: skip
 
@@ -399,7 +399,8 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
     assert (
-        repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+        repr(verdict)
+        == "passed: as asked on 2 and 3 ranks: shared gradients are the mean, the experts' their own, divided"
     )
 
 

@@ -1,5 +1,6 @@
 """labkit.checks.judge: whatever an answer is and does, its check ends in a verdict."""
 
+import errno
 import functools
 import itertools
 import re
@@ -15,8 +16,10 @@ import torch
 from IPython.core.autocall import ExitAutocall
 from matplotlib.colors import to_rgb
 
-from labkit.checks import collectives, ddp, extensions, fsdp, judge, spatial, two_dim
+from labkit.checks import collectives, ddp, extensions, failures, fsdp, judge, spatial, two_dim
 from labkit.runs.result import RunResult
+from labkit_cluster import checks as hosts
+from labkit_simulate import checks as simulation
 
 IMPORTS = "import sys\nimport torch\n\n\n"
 COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]
@@ -33,6 +36,10 @@ IN_THE_NOTEBOOK = [
     (fsdp.memory_plan, (1, 1)),
     (fsdp.missing_block, "forgetful"),
     (fsdp.tied_unit, ()),
+    (fsdp.wire_bytes, ()),
+    (fsdp.peak_bytes, ()),
+    (fsdp.gradients_agree, ()),
+    (fsdp.tokens_to_hide, ()),
     (extensions.gather_bytes, ()),
     (extensions.new_two, ()),
     (extensions.dispatch, ()),
@@ -51,10 +58,54 @@ IN_THE_NOTEBOOK = [
     (two_dim.tp_bytes, ()),
     (two_dim.collectives, "counted"),
     (two_dim.message_share, ()),
+    (failures.culprit, ()),
+    (failures.where_they_part, ()),
+    (failures.deal, ()),
+    (failures.backward_in_pieces, ()),
+    (failures.rounding_alone, ()),
+    (failures.my_indices, ()),
+    (hosts.place_of, ()),
+    (hosts.leaves_a_host, ()),
+    (hosts.newest_complete, ()),
+    (hosts.interval_s, ()),
+    (simulation.fewest_hosts, ()),
+    (simulation.ring_s, ()),
+    (simulation.forward_s, ()),
+    (simulation.hosts_spanned, ()),
+    (simulation.efficiencies, ()),
+    (simulation.can_know, ()),
 ]
 
 ODD = [None, Fraction(1, 3), 10**5000, [10**5000], (10**5000, 1), float("nan"), "many", object(), numpy.arange(3)]
 ODD += [numpy.float64(7.5), torch.arange(3), [torch.arange(3)], {"tp/all_reduce": numpy.arange(2)}, {1: 10**5000}]
+
+
+class Unreadable:
+    """Raises at whatever it is asked."""
+
+    def refuse(self, *_):
+        raise OSError("unreadable")
+
+    __len__ = __eq__ = __format__ = __iter__ = __repr__ = __bool__ = __float__ = __index__ = __getitem__ = refuse
+    __hash__ = object.__hash__
+
+
+class UnreadableFloat(float):
+    """Passes for a number."""
+
+    __eq__ = __format__ = __repr__ = Unreadable.refuse
+    __hash__ = float.__hash__
+
+
+class UnreadableList(list):
+    """Passes for a list."""
+
+    __len__ = Unreadable.refuse
+
+
+ODD += [numpy.arange(0), numpy.int64(99), [numpy.arange(3)] * 4, -1, 99, [[99]], [[0], [-1]], (0, numpy.arange(2))]
+ODD += [Unreadable(), [Unreadable()] * 4, UnreadableFloat(2), UnreadableList([1, 2])]
+ODD += [{"images": [Unreadable(), 1]}, {"images": UnreadableList([1])}, {"wrap": Unreadable()}, {Unreadable(): 1}]
 
 
 @pytest.fixture
@@ -94,12 +145,28 @@ def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, leaving, judg
     assert "leave" in verdict.detail and said in verdict.detail
 
 
-@pytest.mark.parametrize(("check", "more", "value"), each_check_with(ODD))
-def test_whatever_an_answer_gives_there_is_a_verdict(check, more, value, judge_check):
-    verdict = judge_check(check, more, lambda *args, **kwargs: value)
-    assert verdict.state == "wrong"
-    assert verdict.detail
-    assert len(verdict.detail) < 800
+@pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda case: getattr(case, "__name__", ""))
+def test_whatever_an_answer_gives_there_is_a_verdict(check, more, judge_check):
+    for value in ODD:
+        verdict = judge_check(check, more, lambda *args, value=value, **kwargs: value)
+        assert verdict.state == "wrong", judge.value_text(value)
+        assert verdict.detail
+        assert len(verdict.detail) < 800
+
+
+def test_what_cannot_be_compared_is_shown_with_the_call_and_the_error():
+    said = "wrong: <lambda> gave {'images': [1]}, which cannot be compared: OSError: unreadable"
+    assert repr(spatial.placements(lambda: {"images": UnreadableList([1])})) == said
+
+
+def test_a_full_disk_is_no_wrong_answer():
+    @judge.exercise
+    def save(answer):
+        judge.call_answer(answer)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        save(lambda: 1)
 
 
 def test_an_interrupt_is_the_learners_own():

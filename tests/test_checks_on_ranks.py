@@ -212,6 +212,7 @@ def test_what_cannot_be_sent_is_refused_before_a_start(answer, said):
         ("strip.requires_grad_()[..., :1]", "the shape is (2, 3, 5, 1), expected (2, 3, 5, 14)"),
         ("10**5000", "on rank 0, the function returned int, not a tensor"),
         ("object()", "the function returned object, not a tensor"),
+        ("torch.nn.Parameter(strip)", "the function returned a Parameter, not a plain tensor"),
     ],
 )
 def test_whatever_an_answer_gives_on_ranks_there_is_a_verdict(value, said, verdict_on):
@@ -283,7 +284,7 @@ def test_an_answer_on_a_machine_that_is_too_busy_is_not_called_wrong(stack, judg
 
 
 def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
-    values = {"a": torch.nn.Parameter(torch.ones(2)), "b": [None, 3, "x"], "c": (torch.arange(6).view(2, 3).T,)}
+    values = {"a": torch.ones(2, requires_grad=True), "b": [None, 3, "x"], "c": (torch.arange(6).view(2, 3).T,)}
     sent = answer_program.plain_cpu_copy(values)
     torch.save(sent, tmp_path / "sent")
     read = torch.load(tmp_path / "sent", weights_only=True)

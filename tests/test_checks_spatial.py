@@ -7,7 +7,7 @@ import sys
 import nbformat
 import pytest
 import torch
-from answers.spatial import EXERCISES, HOME, OUT, with_earlier_answers
+from answers.spatial import EXERCISES, HOME, OUT, PADDED, with_earlier_answers
 
 from labkit.checks import spatial as checks
 from notebooks.tools.build import FOLDER
@@ -42,7 +42,7 @@ def test_every_check_has_an_exercise():
 
 def test_the_solution_passes_on_ranks_of_its_own(judge):
     verdict = judge("halo_exchange", OUT + "return torch.cat([from_left, strip, from_right], dim=-1)")
-    assert repr(verdict) == "passed: equal to one device on 4 ranks, and no byte more than the halos was sent"
+    assert repr(verdict) == "passed: equal to one device on 4 and 3 ranks, and no byte more than the halos was sent"
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -109,7 +109,7 @@ return torch.cat([left, strip, right], dim=-1)
 image = torch.nn.functional.pad(torch.cat(everyone, dim=-1), (halo, halo))
 return image[..., rank * strip.shape[-1] : (rank + 1) * strip.shape[-1] + 2 * halo]
 """,
-        "on rank 0, the numbers are right, but 960 bytes were handed over; its halos are 360",
+        "on rank 0, the numbers are right, but the rank sends 1 all_gather call with 960 bytes, expected 1 send",
     ),
     "nothing_returned": ("halo_exchange", OUT, "on rank 0, the function returned NoneType, not a tensor"),
     "mirrored": (
@@ -125,6 +125,25 @@ return image[..., rank * strip.shape[-1] : (rank + 1) * strip.shape[-1] + 2 * ha
         "on rank 0, the numbers are torch.float64, expected torch.float32",
     ),
     "not_contiguous": ("halo_exchange", (OUT + "return strip").replace(".contiguous()", ""), "contiguous"),
+    "row_by_row": (
+        "halo_exchange",
+        """
+left, right = torch.zeros(2, *strip[..., :halo].shape)
+handles = []
+for row in range(strip.shape[2]):
+    for inbox, edge, other in ((left, strip[..., :halo], rank - 1), (right, strip[..., -halo:], rank + 1)):
+        if 0 <= other < ranks:
+            arrived = torch.zeros(2, 3, halo)
+            works = dist.isend(edge[:, :, row].contiguous(), other), dist.irecv(arrived, other)
+            handles.append((works, inbox[:, :, row], arrived))
+for works, inbox, arrived in handles:
+    for work in works:
+        work.wait()
+    inbox.copy_(arrived)
+return torch.cat([left, strip, right], dim=-1)
+""",
+        "on rank 0, the numbers are right, but the rank sends 5 send calls with 360 bytes, expected 1 send call",
+    ),
     "gradients_right": (
         "halo_gradient", HOME + "own[..., :halo] += from_left\nown[..., -halo:] += from_right\nreturn own", "passed",
     ),
@@ -141,7 +160,7 @@ if rank < ranks - 1:
     own[..., -halo:] += everyone[rank + 1][..., :halo]
 return own
 """,
-        "the numbers are right, but 1680 bytes were handed over",
+        "the numbers are right, but the rank sends 1 all_gather call with 1,680 bytes",
     ),
     "middle_changed": (
         "halo_gradient",
@@ -158,6 +177,13 @@ def test_an_answer_on_four_ranks_is_judged_by_what_it_does(name, judge):
     verdict = judge(check, body)
     assert verdict.state == ("passed" if expected == "passed" else "wrong"), verdict
     assert expected in repr(verdict)
+
+
+def test_who_sends_beyond_the_last_of_three_ranks_is_told_so(judge):
+    body = OUT.replace("rank < ranks - 1", "rank < 3") + PADDED
+    verdict = judge("halo_exchange", body)
+    said = "wrong: right on 4 ranks, but with 3 ranks: on rank 2, ValueError: send: there is no rank 3 among 3 ranks"
+    assert repr(verdict).startswith(said)
 
 
 FUNCTION = "class HaloExchange(torch.autograd.Function):"

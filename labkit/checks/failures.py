@@ -19,9 +19,15 @@ from labkit.checks.judge import Verdict, WrongAnswer, exercise, expect, passing_
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks.collectives import SAMPLES, train_all_ranks
 from labkit.checks.ranks.failures import BATCH_COUNTS
+from labkit.checks.traffic import expect_traffic
 from labkit.theory import failures as theory
 
-RANKS = 4
+# Numbers of ranks on which an answer has to be right.
+SIZES, SMALL_SIZES = (4, 3), (2, 3)
+# Of float32 parameters and gradients.
+TOLERANCES: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
+# Of the network in exercise 7.
+PARAMETERS = [*product(("first", "last"), ("weight", "bias"))]
 LOST = "RuntimeError: Connection closed by peer"
 # How each rank of a run ended: exit status, time, error. torchrun ends ranks with signal 15.
 ENDED_RUNS = {
@@ -64,25 +70,30 @@ def _excuse_text(end: dict[str, Any]) -> str:
 
 @exercise
 def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 2: the steps that all 4 real ranks can take, from this rank's number of batches."""
+    """Exercise 2: the steps that all real ranks can take, from this rank's number of batches."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         expect(sent["kind"] == "int", f"the result is a {sent['kind']}", "an int", "tensor.item()")
 
-    sent = _on_ranks(answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, what="common")
-    got, counts = [output["got"] for output in sent], list(BATCH_COUNTS)
-    most, total, fewest = max(counts), sum(counts), min(counts)
-    agree = "The ranks must agree. Which collective lets them?"
-    sums = "all_reduce adds up unless op= says otherwise."
-    likely = {
-        f"{counts} steps: each its own": (counts, agree),
-        f"{most} steps: the others run dry": ([most] * RANKS, "The fewest set the number."),
-        f"{total} steps, which is the sum": ([total] * RANKS, sums),
-    }
-    said = f"of {counts} batches the ranks take"
-    shown, right = f"{value_text(got)} steps", [fewest] * RANKS
-    judge.expect_close(got, right, said, likely, shown, fewest, "ReduceOp.MIN")
-    return passing_verdict(f"of {counts} batches, all {RANKS} ranks take {fewest} steps")
+    def judge_all(ranks: int, outputs: list[dict[str, Any]]) -> None:
+        got, counts = [output["got"] for output in outputs], [*BATCH_COUNTS[:ranks]]
+        most, total, fewest = max(counts), sum(counts), min(counts)
+        agree = "The ranks must agree. Which collective lets them?"
+        sums = "all_reduce adds up unless op= says otherwise."
+        likely = {
+            f"{counts} steps: each its own": (counts, agree),
+            f"{most} steps: the others run dry": ([most] * ranks, "The fewest set the number."),
+            f"{total} steps, which is the sum": ([total] * ranks, sums),
+        }
+        said = f"of {counts} batches the ranks take"
+        shown, right = f"{value_text(got)} steps", [fewest] * ranks
+        judge.expect_close(got, right, said, likely, shown, fewest, "ReduceOp.MIN")
+
+    how: dict[str, Any] = {"judge": judge_rank, "judge_all": judge_all, "timeout_s": timeout_s}
+    _on_ranks(answer, sizes=SIZES, what="common", **how)
+    counts = [*BATCH_COUNTS]
+    seen = f"of {counts} batches, all 4 ranks take {min(counts)} steps"
+    return passing_verdict(f"{seen}; without the last rank, {min(counts[:3])}")
 
 
 @exercise
@@ -104,39 +115,51 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
         logs = [[CALLS[letter] for letter in log] for log in text.split()]
         right, asked = theory.first_diverging_call(logs), f"{judge.answer_name(answer)} of {name}"
         found = judge.call_answer(answer, [list(log) for log in logs], in_words=asked)
-        is_right = (tuple(found) if isinstance(found, list) else found) == right
-        expect(is_right, f"of {name} it gave {value_text(found)}", right, hint)
+        said = f"of {name} it gave {value_text(found)}"
+        is_pair = isinstance(found, list | tuple) and len(found) == 2
+        expect(found is None or is_pair, said, right, "Return the place and a list of ranks.")
+        expect((tuple(found) if is_pair else None) == right, said, right, hint)
     return passing_verdict(f"{len(cases)} sets of logs agree")
 
 
 @exercise
 def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: a collective that is logged before and after, on 2 real ranks."""
-    sums = [torch.full(shape, 2.0) for shape in ((3,), (2, 2))]
-    right = [{"call": "all_reduce", "shape": [*each.shape], "done": True} for each in sums]
+    """Exercise 4: a collective that is logged before and after, on real ranks."""
+    shapes = (3,), (2, 2)
+    right = [{"call": "all_reduce", "shape": [*shape], "done": True} for shape in shapes]
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        total, largest = sum(range(1, ranks + 1)), ranks
+        reduced = [
+            torch.full(shape, float(value))
+            for shape, value in zip(shapes, (total, largest), strict=True)
+        ]
         log, last = sent["log"], [{}, *sent["during"]][-1]
         hint = "Return what the collective returned."
         expect(sent["handle"] != "NoneType", "an asynchronous call returned None", hint=hint)
-        said = f"the collective left other numbers: {[each.tolist() for each in sent['sums']]}"
+        said = f"the collective left other numbers: {[each.tolist() for each in sent['reduced']]}"
         hint = "Hand everything on: collective(tensor, *args, **kwargs), once."
-        expect(judge.is_close(sent["sums"], sums), said, hint=hint)
+        expect(judge.is_close(sent["reduced"], reduced), said, hint=hint)
+        size = sum(each.nbytes for each in reduced)
+        said = "the numbers are right, but for two calls the rank sends"
+        expect_traffic(sent["sent"], {"all_reduce": [2, size]}, said, hint)
         expect(len(log) == 2, f"after two calls the log has {len(log)} entries")
         under_way = "while a call was under way, the log"
         hint = "The call that hangs is the one that matters: append before you call."
         expect(last.get("call") == "all_gather", f"{under_way} did not have it", hint=hint)
-        expect(not last["done"], f"{under_way} called it done", hint="Set done after the call.")
+        said = f"{under_way} called it done"
+        expect(last["done"] is False, said, hint="False before the call, True after it.")
         for entry, wanted in zip(log, right, strict=True):
             expect(entry == wanted, f"the log has {entry}", wanted)
         said = "an error of the collective did not come out"
         expect(not sent["swallowed"], said, hint="Catch nothing.")
         said = "a collective that raised an error was called done"
         hint = "Without try and finally, an error leaves before done is set."
-        expect(not any(entry["done"] for entry in sent["after"]), said, hint=hint)
+        expect(all(entry["done"] is False for entry in sent["after"]), said, hint=hint)
 
-    _on_ranks(answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, what="recorded")
-    seen = "four calls recorded on 2 ranks: done, asynchronous, under way and failed"
+    how: dict[str, Any] = {"judge": judge_rank, "timeout_s": timeout_s}
+    _on_ranks(answer, sizes=SMALL_SIZES, what="recorded", **how)
+    seen = "four calls recorded on 2 and 3 ranks: done, asynchronous, under way and failed"
     return passing_verdict(seen)
 
 
@@ -205,7 +228,8 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
     }
     weights = "Add up len(piece) / len(inputs) times the gradient of each piece."
     other = "not that of the whole batch"
-    judge.expect_close(found, whole, "the gradient is", likely, other, hint=weights)
+    how: dict[str, Any] = {"hint": weights, **TOLERANCES}
+    judge.expect_close(found, whole, "the gradient is", likely, other, **how)
     share = f"{held / whole_held:.0%}"
     said = f"the gradient is right, and {share} of the whole batch's activations were held at once"
     hint = "Each piece needs a backward pass of its own, before the next piece computes."
@@ -255,27 +279,44 @@ class _KeptTensor:
 
 @exercise
 def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: a training loop without its three bugs, on 2 real ranks."""
-    outputs = _on_ranks(answer, ranks=2, timeout_s=timeout_s, what="mended")
-    first, second = (output["got"] for output in outputs)
-    train = partial(train_all_ranks, 2, zero_last=True)
-    if all(map(judge.is_close, (first, second), train())):
-        return passing_verdict("2 ranks ended with the weights of one device that saw all samples")
+    """Exercise 7: a training loop without its three bugs, on real ranks."""
+
+    def judge_all(ranks: int, outputs: list[dict[str, Any]]) -> None:
+        _judge_trained(ranks, [output["got"] for output in outputs])
+
+    _on_ranks(answer, judge_all=judge_all, sizes=SMALL_SIZES, timeout_s=timeout_s, what="mended")
+    seen = "2 and 3 ranks ended with the weights of one device that saw all samples"
+    return passing_verdict(seen)
+
+
+def _judge_trained(ranks: int, found: list[list[Tensor]]) -> None:
+    """Raise WrongAnswer, with the likely bug, unless all ranks' parameters are one device's."""
+    train = partial(train_all_ranks, ranks, zero_last=True)
+    right, first = train(), found[0]
+    for parameters in found:
+        said = f"the model now has {len(parameters)} parameters"
+        expect(len(parameters) == len(right[0]), said, len(right[0]))
+        for (layer, part), got, wanted in zip(PARAMETERS, parameters, right[0], strict=True):
+            seen, form = (f"{each.dtype} of shape {(*each.shape,)}" for each in (got, wanted))
+            expect(seen == form, f"the {layer} layer's {part} is {seen}", form)
+    if judge.is_close(found, right, **TOLERANCES):
+        return
     # A stale parameter also differs from one device's, so the faults are looked for one by one.
     said = "the last layer's weight is still zero after 3 steps: a stale parameter"
     hint = "Which tensors does the optimizer hold, and since when?"
     expect(bool(first[2].any()), said, hint=hint)
     hint = "Which parameters are left out of the all-reduce?"
-    names = product(("first", "last"), ("weight", "bias"))
-    for (layer, part), one, other in zip(names, first, second, strict=True):
+    for (layer, part), one, *others in zip(PARAMETERS, *found, strict=True):
         said = f"the {layer} layer's {part} differs between the ranks: a missed reduction"
-        expect(judge.is_tensor_close(one, other), said, hint=hint)
-    # The right divisor is the number of ranks, 2.
-    divisors = {f"sums divided by {SAMPLES} samples": SAMPLES, "sums": 1, "too small": 2 * SAMPLES}
+        expect(judge.is_close(others, [one] * len(others), **TOLERANCES), said, hint=hint)
+    # The right divisor is the number of ranks.
+    divisors = {f"divided by {each}": each for each in SMALL_SIZES if each != ranks}
+    divisors |= {f"divided by {SAMPLES} samples": SAMPLES, "not divided": 1}
+    divisors |= {f"divided by {ranks * SAMPLES} samples": ranks * SAMPLES}
     hint = "mse_loss is a mean over this rank's samples already. What is left to divide by?"
     for words, divisor in divisors.items():
-        said = f"all ranks agree, and their gradients are {words}: a wrong scaling"
-        is_scaled = judge.is_close(first, train(factor=2 / divisor)[0])
+        said = f"all ranks agree, and their gradients are sums {words}: a wrong scaling"
+        is_scaled = judge.is_close(first, train(factor=ranks / divisor)[0], **TOLERANCES)
         expect(not is_scaled, said, hint=hint)
     hint = "Compare one gradient with one device's."
     raise WrongAnswer("all ranks agree, on other weights than one device's", hint=hint)

@@ -18,14 +18,19 @@ from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import fsdp as ranks_fsdp
+from labkit.checks.traffic import Totals, expect_traffic, traffic_text
 from labkit.models import catalog
 from labkit.parallel.fsdp import WrapMode, random_block_index
 from labkit.parallel.small_fsdp import flatten_tensors, split_flat
 from labkit.theory import fsdp as theory
+from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 
-RANKS = 2
-# Of tensors that ranks and one device compute.
-TOLERANCES: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-7}
+# Numbers of ranks on which an answer has to be right.
+SIZES = 2, 3
+SIZES_TEXT = "2 and 3"
+FLOAT32_BYTES = 4
+# Of float32 tensors that ranks and one device compute.
+TOLERANCES: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
 EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before both passes"
 # The first two kill the process: torch reads memory that is gone, and gloo aborts.
@@ -34,7 +39,7 @@ ERROR_HINTS = {
     "SIGABRT": f"the ranks sent tensors of different sizes to each other: {WAIT_HINT}",
     "out of bounds for storage": EMPTY_BUFFER_HINT,
 }
-judge_on_pair = partial(judge_on_ranks, "fsdp", ranks=RANKS, waiting=WAIT_HINT, hints=ERROR_HINTS)
+_on_ranks = partial(judge_on_ranks, "fsdp", sizes=SIZES, waiting=WAIT_HINT, hints=ERROR_HINTS)
 SHARED_HINT = (
     "All ranks train the shared part together: sum over the ranks, divide by their number."
 )
@@ -120,57 +125,56 @@ def wire_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: shard units on 2 real ranks; two training steps agree with one device."""
-    model, after = (nn.Sequential(*ranks_fsdp.two_units()) for _ in range(2))
-    whole = [flatten_tensors(unit.parameters(), RANKS).detach() for unit in model]
-    own = [_flat_gradients(index) for index in range(RANKS)]
-    mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
-    for unit, gradient in zip(after, mean, strict=True):
-        parameters = [*unit.parameters()]
-        for parameter, piece in zip(parameters, split_flat(gradient, parameters), strict=True):
-            parameter.data -= ranks_fsdp.RATE * piece
+    """Exercise 4: shard units on real ranks; two training steps agree with one device."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        model, after = (nn.Sequential(*ranks_fsdp.two_units()) for _ in range(2))
+        whole = [flatten_tensors(unit.parameters(), ranks).detach() for unit in model]
+        own = [_flat_gradients(rank, ranks) for rank in range(ranks)]
+        mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
+        for unit, gradient in zip(after, mean, strict=True):
+            parameters = [*unit.parameters()]
+            for parameter, piece in zip(parameters, split_flat(gradient, parameters), strict=True):
+                parameter.data -= ranks_fsdp.RATE * piece
         where, inputs = f"on rank {index},", ranks_fsdp.rank_batch(index)[0]
         # In the order of a step, because the first difference explains the later ones.
         for rank, shards in enumerate(sent["shards"]):
             for place, shard in enumerate(shards):
-                _judge_share(rank, place, shard, whole[place].chunk(RANKS))
+                _judge_share(rank, place, shard, whole[place].chunk(ranks))
         held, first, second = sent["held"], model(inputs), after(inputs)
         _expect_freed(held["at rest"], "right after it was sharded")
-        said = f"{where} the forward pass gives another output than one device"
+        said, other = f"{where} the output of the forward pass is", "another than one device's"
         hint = "The buffer must hold every rank's share, in the order of the ranks."
-        is_right = judge.is_close(sent["outputs"][0], first, **TOLERANCES)
-        judge.expect(is_right, said, hint=hint)
+        judge.expect_close(sent["outputs"][0], first, said, {}, other, hint=hint, **TOLERANCES)
         # Only the first unit: nothing is noted between the last one's passes.
         _expect_freed(held["forward"], "after its forward pass")
         for place, gradient in enumerate(sent["gradients"]):
-            _judge_gradient(index, place, gradient, mean[place], own[index][place])
+            _judge_gradient(ranks, index, place, gradient, mean[place], own[index][place])
         for place, left in enumerate(sent["left"]):
             said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
             judge.expect(not left, said, 0, "Set .grad of the unit's own parameters to None.")
         _expect_freed(held["after"], "after the backward pass")
-        said, other = f"{where} the output after an update is", "another than one device's"
+        said = f"{where} the output after an update is"
         likely = {"that of the parameters before the update": first}
         hint = "Gather what the shard holds now: the optimizer has changed it."
         judge.expect_close(sent["outputs"][1], second, said, likely, other, hint=hint, **TOLERANCES)
-        for name, count in {"all_gather": 4, "reduce_scatter": 2}.items():
-            calls = sent["sent"].get(name, 0)
-            said = f"{where} {calls} calls of {name} in a step of two units"
-            hint = "A unit is gathered for its forward and its backward pass, and reduced once."
-            judge.expect(calls == count, said, count, hint)
+        row = whole[0].nbytes
+        right = {"all_gather": [4, 4 * row // ranks], "reduce_scatter": [2, 2 * row]}
+        said = f"{where} the numbers are right, but a step of two units sends"
+        hint = "A unit is gathered for its forward and its backward pass, and reduced once."
+        expect_traffic(sent["sent"], right, said, hint)
 
-    judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="units")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="units")
     passed = "and whole parameters are held only where they are used"
-    return judge.passing_verdict(f"equal to one device on {RANKS} ranks, {passed}")
+    return judge.passing_verdict(f"equal to one device on {SIZES_TEXT} ranks, {passed}")
 
 
-def _flat_gradients(index: int) -> list[Tensor]:
+def _flat_gradients(index: int, ranks: int) -> list[Tensor]:
     """Return the flat gradients of each unit on one device, for one rank's batch."""
     units, (inputs, targets) = ranks_fsdp.two_units(), ranks_fsdp.rank_batch(index)
     (nn.Sequential(*units)(inputs) - targets).square().mean().backward()
     gradients = [[p.grad for p in unit.parameters() if p.grad is not None] for unit in units]
-    return [flatten_tensors(each, RANKS) for each in gradients]
+    return [flatten_tensors(each, ranks) for each in gradients]
 
 
 def _judge_share(index: int, place: int, shard: Any, parts: Sequence[Tensor]) -> None:
@@ -181,10 +185,10 @@ def _judge_share(index: int, place: int, shard: Any, parts: Sequence[Tensor]) ->
     shape, right = tuple(shard.shape), tuple(parts[0].shape)
     hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them."
     judge.expect(shape == right, f"{unit} has shape {shape}", right, hint)
-    likely = {f"is rank {rank}'s part": part for rank, part in enumerate(parts)}
+    likely = {f"rank {rank}'s part": part for rank, part in enumerate(parts)}
     hint = "Flatten unit.parameters() in their order; rank r keeps part r."
-    other = "is not its part"
-    judge.expect_close(shard, parts[index], unit, likely, other, hint=hint, **TOLERANCES)
+    said, other = f"{unit} is", "not its part"
+    judge.expect_close(shard, parts[index], said, likely, other, hint=hint, **TOLERANCES)
 
 
 def _expect_freed(held: Sequence[int], moment: str) -> None:
@@ -193,22 +197,31 @@ def _expect_freed(held: Sequence[int], moment: str) -> None:
         judge.expect(not amount, said, 0, "Resize the storage of the unit's buffer to 0.")
 
 
-def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, own: Tensor) -> None:
-    said = f"on rank {index}, the gradient of unit {place}'s shard"
+def _judge_gradient(
+    ranks: int, index: int, place: int, got: Tensor | None, mean: Tensor, own: Tensor
+) -> None:
+    said = f"on rank {index}, the gradient of unit {place}'s shard is"
     if got is None:
         hint = "Once the last of the unit's gradients is there, set shard.grad."
-        raise judge.WrongAnswer(f"{said} is None", hint=hint)
+        raise judge.WrongAnswer(f"{said} None", hint=hint)
     whole = {
-        "is the sum over the ranks, not the mean": RANKS * mean,
-        "is the sum, divided twice": mean / RANKS,
-        "is this rank's own, not the mean": own,
-        "is this rank's own, divided": own / RANKS,
+        "the sum over the ranks, not the mean": ranks * mean,
+        "the sum, divided twice": mean / ranks,
+        "this rank's own, not the mean": own,
+        "this rank's own, divided": own / ranks,
     }
-    likely = {words: each.chunk(RANKS)[index] for words, each in whole.items()}
-    likely |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS))}
+    whole |= _sums_divided_wrongly(mean, ranks)
+    likely = {words: each.chunk(ranks)[index] for words, each in whole.items()}
+    likely |= {f"rank {rank}'s part": part for rank, part in enumerate(mean.chunk(ranks))}
     hint = "reduce_scatter_tensor adds up; a mean is a sum divided by the ranks."
-    right = mean.chunk(RANKS)[index]
-    judge.expect_close(got, right, said, likely, hint=hint, **TOLERANCES)
+    right = mean.chunk(ranks)[index]
+    judge.expect_close(got, right, said, likely, "wrong", hint=hint, **TOLERANCES)
+
+
+def _sums_divided_wrongly(mean: Tensor, ranks: int) -> dict[str, Tensor]:
+    """Return what an answer gives that knows another number of ranks, by the words for it."""
+    others = {*SIZES} - {ranks}
+    return {f"the sum over the ranks, divided by {each}": mean * ranks / each for each in others}
 
 
 @exercise
@@ -229,29 +242,55 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     """Exercise 6: a test that can fail, from (mine, reference): do gradients by name agree?"""
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     bias = torch.tensor([2.0, 1e-7, -1.0])
-    right, nan = {"weight": weight, "bias": bias}, torch.full_like(weight, torch.nan)
+    # One number of twelve is more than 1e-5 of the largest off; one of three is less.
+    one, less = torch.zeros_like(weight), torch.tensor([0.0, 0.0, 0.9e-5 * 2])
+    one[1, 1] = 1.3e-5 * weight.abs().max()
+    nan, infinite = (torch.full_like(weight, value) for value in (torch.nan, torch.inf))
+
+    def named(weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+        return {"weight": weight, "bias": bias}
+
+    right, small, none = named(weight, bias), named(weight, bias / 1000), dict[str, Tensor]()
     rounding = "Divide the largest difference by the largest reference value, and allow 1e-5."
     compares = "NaN compares as False with everything: ask whether the error is small."
-    cases: list[tuple[str, tuple[Tensor, ...], str]] = [
-        ("the same gradients", (weight, bias), "Equal gradients agree."),
-        ("gradients that rounding moved by 4e-7", (weight, bias + 4e-7), rounding),
-        ("gradients twice as large", (2 * weight, 2 * bias), "Compare values."),
-        ("one gradient of two half as large", (weight / 2, bias), "Every name must agree."),
-        ("one gradient with the other sign", (weight, -bias), "Differences may cancel: take abs()"),
-        ("one gradient off by 1e-3", (weight, bias + 1e-3), "1e-3 of 2 is more than 1e-5 of it."),
-        ("a gradient of NaN", (nan, bias), compares),
-        ("a gradient missing", (weight,), "Compare the names first."),
-        ("no gradient at all", (), "A test that compared nothing must not pass."),
+    cancel = "Differences may cancel: take abs()"
+    single = "Look at each number: sums, norms and extremes can agree."
+    scale = "Each gradient has a scale of its own: the largest value of its reference."
+    every, names = "Every name must agree.", "Compare the names first."
+    # Words, gradients, their reference, whether they agree, and a hint.
+    cases: list[tuple[str, dict[str, Tensor], dict[str, Tensor], bool, str]] = [
+        ("the same gradients", named(weight, bias), right, True, "Equal gradients agree."),
+        ("them in another order", {"bias": bias, "weight": weight}, right, True, "Go by names."),
+        (
+            "gradients that rounding moved by 4e-7",
+            named(weight, bias + 4e-7),
+            right,
+            True,
+            rounding,
+        ),
+        ("an error of 0.9e-5 of the largest", named(weight, bias + less), right, True, rounding),
+        ("gradients twice as large", named(2 * weight, 2 * bias), right, False, "Compare values."),
+        ("one gradient of two half as large", named(weight / 2, bias), right, False, every),
+        ("one gradient with the other sign", named(weight, -bias), right, False, cancel),
+        ("one gradient off by -1e-3", named(weight, bias - 1e-3), right, False, rounding),
+        ("two rows exchanged", named(weight[[0, 2, 1, 3]], bias), right, False, single),
+        ("one number of twelve wrong", named(weight + one, bias), right, False, single),
+        ("a small gradient off by 1e-6", named(weight, small["bias"] + 1e-6), small, False, scale),
+        ("a gradient of NaN", named(nan, bias), right, False, compares),
+        ("a gradient of infinity", named(infinite, bias), right, False, scale),
+        ("a gradient missing", {"weight": weight}, right, False, names),
+        ("a gradient too many", right | {"more": bias}, right, False, names),
+        ("a gradient of another name", {"weight": weight, "offset": bias}, right, False, names),
+        ("no gradient at all", none, none, False, "A test that compared nothing must not pass."),
     ]
-    for number, (what, gradients, hint) in enumerate(cases):
+    for what, mine, reference, agree, hint in cases:
         asked = f"for {what}, {judge.answer_name(answer)}"
-        mine = dict(zip(right, gradients, strict=False))
         # The answer may change what it is given.
-        given = copy.deepcopy((mine, right if mine else {}))
+        given = copy.deepcopy((mine, reference))
         found = judge.call_answer(answer, *given, in_words=asked)
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
-        said, agree = f"{asked} gave {judge.value_text(found)}", number < 2
+        said = f"{asked} gave {judge.value_text(found)}"
         judge.expect(isinstance(found, bool), f"{said}, neither True nor False")
         judge.expect(found == agree, said, agree, hint)
     return judge.passing_verdict(f"{len(cases)} cases agree: it can pass, and it can fail")
@@ -308,7 +347,7 @@ def memory_plan(
     _expect_plan(plan)
     # Only a real run shows what a plan costs.
     try:
-        result = labkit.run("fsdp_wrap", **({"nproc": RANKS} | setup | plan))
+        result = labkit.run("fsdp_wrap", **({"nproc": 2} | setup | plan))
     except labkit.RankFailed as failure:
         error = f"on rank {failure.rank}, {failure.exc_type}: {failure.message}"
         raise judge.WrongAnswer(f"the plan does not run: {error}") from failure
@@ -373,7 +412,7 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
     right, index = forgotten[0], judge.call_answer(answer)
     text = judge.value_text(index)
     said = f"{judge.answer_name(answer)}() gave {text}"
-    is_index = isinstance(index, Integral) and int(index) >= 0
+    is_index = type(index) is not bool and isinstance(index, Integral) and int(index) >= 0
     judge.expect(is_index, f"{said}, not the index of a block: count from 0")
     is_position = result.params["model"] == "toy" and index == right + FIRST_BLOCK_POSITION
     problem = f"{said}: {text} is its position in the model, not its number"
@@ -490,28 +529,47 @@ def _tying_case(
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
     """Exercise 11: average shared gradients, divide the experts', from (model, experts, ranks)."""
-    models = [ranks_fsdp.make_expert_model(index) for index in range(RANKS)]
-    before = [ranks_fsdp.gradients_by_name(model) for model in models]
-    experts = ranks_fsdp.expert_names(models[0])
 
-    def judge_rank(index: int, left: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        models = [ranks_fsdp.make_expert_model(rank) for rank in range(ranks)]
+        before = [ranks_fsdp.gradients_by_name(model) for model in models]
+        experts, left = ranks_fsdp.expert_names(models[0]), output["gradients"]
         for name, own in before[index].items():
             mean = torch.stack([each[name] for each in before]).mean(dim=0)
             likely = {
-                "is still this rank's own": own,
-                "was averaged": mean,
-                "was summed and not divided": RANKS * mean,
-                "was divided but not summed": own / RANKS,
+                "still this rank's own": own,
+                "averaged": mean,
+                "summed and not divided": ranks * mean,
+                "divided but not summed": own / ranks,
             }
             kind, right, rule, hint = "shared", mean, "the mean over the ranks", SHARED_HINT
+            likely |= _sums_divided_wrongly(mean, ranks)
             if name in experts:
-                kind, right, hint = "expert's", own / RANKS, EXPERT_HINT
+                kind, right, hint = "expert's", own / ranks, EXPERT_HINT
                 rule = "this rank's own, divided by the ranks"
             said = f"on rank {index}, the {kind} gradient of {name}"
             judge.expect(left[name] is not None, f"{said} is gone")
             how: dict[str, Any] = {"expected": rule, "hint": hint}
-            judge.expect_close(left[name], right, said, likely, **how, **TOLERANCES)
+            judge.expect_close(
+                left[name], right, f"{said} is", likely, "wrong", **how, **TOLERANCES
+            )
+        shared = sum(own.nbytes for name, own in before[index].items() if name not in experts)
+        said = f"on rank {index}, the gradients are right, but the rank sends"
+        _expect_reduced_once(output["sent"], shared, ranks, said)
 
-    judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s)
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s)
     seen = "shared gradients are the mean, the experts' their own, divided"
-    return judge.passing_verdict(f"as asked on {RANKS} ranks: {seen}")
+    return judge.passing_verdict(f"as asked on {SIZES_TEXT} ranks: {seen}")
+
+
+def _expect_reduced_once(sent: Totals, shared: int, ranks: int, said: str) -> None:
+    """Expect no more bytes on the wire than an all-reduce of ``shared`` bytes sends in a ring."""
+    # A reduce-scatter may have to pad each tensor.
+    padded = shared + FLOAT32_BYTES * (ranks - 1) * sent.get("reduce_scatter", (0, 0))[0]
+    on_wire = sum(
+        collective_wire_bytes(name, size, ranks) if name in WIRE_FRACTIONS else size
+        for name, (_, size) in sent.items()
+    )
+    is_least = on_wire <= collective_wire_bytes("all_reduce", padded, ranks)
+    right = f"an all-reduce of the {shared:,} bytes of shared gradients, or no more than it sends"
+    judge.expect(is_least, f"{said} {traffic_text(sent)}", right, EXPERT_HINT)

@@ -47,8 +47,8 @@ ENV_NBGRADER = "NBGRADER_EXECUTION"
 Parameters = ParamSpec("Parameters")
 # Where Python found labkit; a learner's cell may empty sys.path.
 IMPORT_PATH = list(sys.path)
-# What answers have returned since the check began.
-_returned: list[Any] = []
+# Calls in words, and what they have returned, since the check began.
+_returned: list[tuple[str, Any]] = []
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,14 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
         except WrongAnswer as reason:
             verdict = Verdict("wrong", str(reason), reason.expected, reason.hint)
         except Exception as error:
-            # An answer may return anything, such as an object that raises when it is compared.
-            if not _returned or isinstance(error, LabError | OSError):
+            # An answer may return anything, such as an object that raises when it is compared. Of
+            # the system's own errors, such as a full disk, each has a number.
+            is_ours = isinstance(error, LabError) or getattr(error, "errno", None) is not None
+            if is_ours or not _returned:
                 raise
-            seen, reason_text = value_text(_returned[-1]), error_text(error)
-            verdict = Verdict("wrong", f"it gave {seen}, which cannot be read: {reason_text}")
+            asked, value = _returned[-1]
+            said = f"{asked} gave {value_text(value)}, which cannot be compared"
+            verdict = Verdict("wrong", f"{said}: {error_text(error)}")
         answer = next(iter([*args, *kwargs.values()]), None)
         # A notebook also shows the verdicts on broken functions; no exercise has their names.
         is_exercise = verdict_store.store_verdict(lab, _safe_answer_name(answer), verdict.state)
@@ -227,8 +230,9 @@ def call_answer(
     raise_if_not_attempted(answer)
     try:
         with _prevent_kernel_exit():
-            _returned.append(answer(*args, **kwargs))
-            return _returned[-1]
+            value = answer(*args, **kwargs)
+        _returned.append((in_words or _safe_answer_name(answer), value))
+        return value
     except KeyboardInterrupt:
         # The learner pressed the stop button.
         raise

@@ -35,6 +35,7 @@ def judge_on_ranks(
     lab: str,
     *answers: Callable[..., Any],
     judge: Callable[[int, int, dict[str, Any]], None] = lambda ranks, index, output: None,
+    judge_all: Callable[[int, list[dict[str, Any]]], None] = lambda ranks, outputs: None,
     sizes: Sequence[int],
     timeout_s: float,
     waiting: str,
@@ -46,15 +47,16 @@ def judge_on_ranks(
 
     An answer has to be right on each of these ``sizes``, numbers of ranks, one launch after the
     other; the outputs are those of the first. The module ``lab`` in checks/ranks calls
-    ``run_answer(*answers, **setup)``, and ``judge`` gets the number of ranks, the rank, and what
-    that rank returned. ``name_rank`` puts "on rank …" in front of its WrongAnswer. If ranks wait
-    for each other the verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error.
+    ``run_answer(*answers, **setup)``. ``judge`` gets the number of ranks, the rank, and what that
+    rank returned; ``name_rank`` puts "on rank …" in front of its WrongAnswer. ``judge_all`` then
+    gets the number of ranks, and what all of them returned. If ranks wait for each other the
+    verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error.
     """
     for answer in answers:
         judging.raise_if_not_attempted(answer)
     run = partial(
         _run_and_judge,
-        *(lab, answers, judge),
+        *(lab, answers, judge, judge_all),
         timeout_s=timeout_s,
         waiting=waiting,
         hints=hints or {},
@@ -77,6 +79,7 @@ def _run_and_judge(
     lab: str,
     answers: Sequence[Callable[..., Any]],
     judge: Callable[[int, int, dict[str, Any]], None],
+    judge_all: Callable[[int, list[dict[str, Any]]], None],
     ranks: int,
     *,
     timeout_s: float,
@@ -114,6 +117,7 @@ def _run_and_judge(
                 said = f"on rank {index}, {wrong}" if name_rank else str(wrong)
                 raise WrongAnswer(said, expected=wrong.expected, hint=wrong.hint) from None
     judging.expect(not problem, problem)
+    judge_all(ranks, outputs)
     return outputs
 
 

@@ -12,15 +12,18 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
 from labkit.checks.on_ranks import judge_on_ranks
-from labkit.checks.ranks.spatial import COLUMNS, HALO, rank_tasks
+from labkit.checks.ranks.spatial import HALO, rank_tasks
+from labkit.checks.traffic import Totals, traffic_text
 from labkit.theory import spatial
 
-RANKS = 4
+# Numbers of ranks on which an answer has to be right.
+SIZES = 4, 3
 FIRST, LAST, BETWEEN = slice(HALO), slice(-HALO, None), slice(HALO, -HALO)
 WAIT_HINT = "does every send have its receive on the other side?"
-PASSED_TEXT = f"one device on {RANKS} ranks, and no byte more than the halos was sent"
-_on_ranks = partial(judge_on_ranks, "spatial", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
-_is_close = partial(judge.is_tensor_close, atol=1e-5)
+PASSED_TEXT = "one device on 4 and 3 ranks, and no byte more than the halos was sent"
+_on_ranks = partial(judge_on_ranks, "spatial", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
+# Halos are copied, and two gradients are added in either order.
+TOLERANCES = {"rtol": 1e-5, "atol": 1e-8}
 DIMENSIONS = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
 # Placements of each tensor on a data x space mesh, and a hint.
 RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
@@ -93,11 +96,11 @@ def halo_bytes(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Pad a strip with its neighbours' columns, on 4 real ranks."""
+    """Pad a strip with its neighbours' columns, on real ranks."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        _judge_padding(index, sent["got"])
-        _judge_sent_bytes(index, sent["moved"])
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        _judge_padding(ranks, index, output["got"])
+        _judge_traffic(ranks, index, output["sent"])
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
@@ -105,11 +108,11 @@ def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Return the halo's gradients to the ranks that own the columns, on 4 real ranks."""
+    """Return the halo's gradients to the ranks that own the columns, on real ranks."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        _judge_gradient(index, sent["got"])
-        _judge_sent_bytes(index, sent["moved"])
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        _judge_gradient(ranks, index, output["got"])
+        _judge_traffic(ranks, index, output["sent"])
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
@@ -117,7 +120,7 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
-    """An autograd.Function that pads a strip and returns the halo's gradients, on 4 real ranks."""
+    """An autograd.Function that pads a strip and returns the halo's gradients, on real ranks."""
     is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
     said = f"{value_text(answer)} is no torch.autograd.Function"
     expect(is_function, said, hint="Hand over the class, by its name.")
@@ -125,12 +128,12 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     if not {"forward", "backward"} & vars(answer).keys():
         raise judge.NotAttempted
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        _judge_padding(index, sent["got"])
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        _judge_padding(ranks, index, output["got"])
         hint = "The first value of backward is the gradient of forward's first argument."
-        expect(sent["grad"] is not None, "the strip got no gradient", hint=hint)
-        _judge_gradient(index, sent["grad"], "the strip's gradient: ")
-        _judge_sent_bytes(index, sent["moved"], passes=2)
+        expect(output["grad"] is not None, "the strip got no gradient", hint=hint)
+        _judge_gradient(ranks, index, output["grad"], "the strip's gradient: ")
+        _judge_traffic(ranks, index, output["sent"], passes=2)
 
     each = "backward returns one value for each argument of forward, None for what has no gradient"
     no_backward = "the padded strip has no backward pass: does forward return the padded strip?"
@@ -147,13 +150,13 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
 
 @exercise
 def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """A broken exchange, without any send, that passes a test with ones, on 4 real ranks."""
+    """A broken exchange, without any send, that passes a test with ones, on real ranks."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        said = f"{sent['moved']} bytes were handed over, and none may be"
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
         hint = "Ask no neighbour: what is there on this rank that looks like their columns?"
-        expect(not sent["moved"], said, hint=hint)
-        _judge_padding(index, sent["got"], "ones")
+        out = _outgoing(output["sent"])
+        expect(not out, f"the rank sends {traffic_text(out)}", "nothing", hint)
+        _judge_padding(ranks, index, output["got"], "ones")
 
     _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
     seen = "the test of ones passes, and nothing was exchanged: a test that cannot fail"
@@ -184,19 +187,27 @@ def strip_step_s(answer: Callable[..., float]) -> Verdict:
     return judge.judge_cases(answer, spatial.strip_step_s, cases)
 
 
-def _judge_sent_bytes(index: int, moved: int, *, passes: int = 1) -> None:
+def _judge_traffic(ranks: int, index: int, sent: Totals, *, passes: int = 1) -> None:
     # An answer that gathers the whole image has right numbers too, and no use.
-    neighbours = (index > 0) + (index < RANKS - 1)
-    strip, _ = rank_tasks("forward", RANKS)[index]
-    halos = neighbours * strip[..., FIRST].nbytes * passes
-    said = f"the numbers are right, but {moved} bytes were handed over; its halos are {halos}"
-    expect(moved <= halos, said, hint="Send the outermost columns alone, each to one neighbour.")
+    out = _outgoing(sent)
+    messages = passes * ((index > 0) + (index < ranks - 1))
+    strip, _ = rank_tasks("forward", ranks)[index]
+    halos = messages * strip[..., FIRST].nbytes
+    calls, size = (sum(each) for each in zip(*out.values(), strict=True)) if out else (0, 0)
+    said = f"the numbers are right, but the rank sends {traffic_text(out)}"
+    hint = "Send the outermost columns alone, each to one neighbour, in one message."
+    is_right = calls <= messages and size <= halos
+    expect(is_right, said, traffic_text({"send": [messages, halos]}), hint)
 
 
-def _judge_padding(index: int, found: Tensor | str, what: str = "forward") -> None:
+def _outgoing(sent: Totals) -> Totals:
+    return {name: total for name, total in sent.items() if name != "recv"}
+
+
+def _judge_padding(ranks: int, index: int, found: Tensor | str, what: str = "forward") -> None:
     """Raise WrongAnswer, with the origin of wrong columns, unless a padded strip is right."""
-    _, expected = rank_tasks(what, RANKS)[index]
-    got, caught = _expect_strip(found, expected), ""
+    _, expected = rank_tasks(what, ranks)[index]
+    got, caught = _expect_strip(found, expected, expected[..., BETWEEN]), ""
     hint = "The halo is what lies next to this strip in the whole image; beyond it there are zeros."
     if what == "ones":
         caught = "the test of ones caught it: "
@@ -205,27 +216,29 @@ def _judge_padding(index: int, found: Tensor | str, what: str = "forward") -> No
         ("first", "last", FIRST, index - 1),
         ("last", "first", LAST, index + 1),
     ):
-        is_inside = 0 <= owner < RANKS
+        is_inside = 0 <= owner < ranks
         right = f"rank {owner}'s {other} {HALO}" if is_inside else "zeros, the image's border"
         part = got[..., columns]
         # All columns of an image of ones look alike: no origin can be told.
-        seen = _column_origin(part) if what == "forward" else _halo_fault(part)
+        seen = _column_origin(part, ranks) if what == "forward" else _halo_fault(part)
         said = f"{caught}the {side} {HALO} columns are {seen}"
-        expect(_is_close(part, expected[..., columns]), said, right, hint)
+        expect(judge.is_tensor_close(part, expected[..., columns]), said, right, hint)
     said = f"{caught}the columns between are not the strip's own"
-    is_kept = _is_close(got[..., BETWEEN], expected[..., BETWEEN])
+    is_kept = judge.is_tensor_close(got[..., BETWEEN], expected[..., BETWEEN])
     expect(is_kept, said, hint="The strip itself is kept.")
 
 
-def _column_origin(part: Tensor) -> str:
+def _column_origin(part: Tensor, ranks: int) -> str:
     # Each place in the whole image is compared, because any columns may have been sent.
-    image = torch.cat([strip for strip, _ in rank_tasks("forward", RANKS)], dim=-1)
+    strips = [strip for strip, _ in rank_tasks("forward", ranks)]
     for turned, note in ((part, ""), (part.flip(-1), ", in reverse order")):
-        for start, columns in enumerate(image.unfold(-1, HALO, 1).unbind(-2)):
-            if _is_close(turned, columns):
-                rank, column = divmod(start, COLUMNS)
-                places = {0: f"first {HALO}", COLUMNS - HALO: f"last {HALO}"}
-                return f"rank {rank}'s {places.get(column, f'columns from {column} on')}{note}"
+        for rank, strip in enumerate(strips):
+            # Columns that begin in this strip may go on in the next.
+            onward, columns = torch.cat(strips[rank:], dim=-1), strip.shape[-1]
+            for column in range(columns):
+                if judge.is_tensor_close(turned, onward[..., column : column + HALO]):
+                    places = {0: f"first {HALO}", columns - HALO: f"last {HALO}"}
+                    return f"rank {rank}'s {places.get(column, f'columns from {column} on')}{note}"
     return _halo_fault(part)
 
 
@@ -236,15 +249,15 @@ def _halo_fault(part: Tensor) -> str:
     return "all one" if bool((part == 1).all()) else "wrong"
 
 
-def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
+def _judge_gradient(ranks: int, index: int, found: Tensor | str, what: str = "") -> None:
     """Raise WrongAnswer, with the likely mistake, unless a rank's gradient is right."""
-    work = rank_tasks("backward", RANKS)
+    work = rank_tasks("backward", ranks)
     padded, expected = work[index]
     # The halo's columns belong to the neighbours, and so do their gradients.
-    got, own = _expect_strip(found, expected), padded[..., BETWEEN]
+    got, own = _expect_strip(found, expected, expected), padded[..., BETWEEN]
     nothing = torch.zeros_like(own[..., FIRST])
     from_left = work[index - 1][0][..., LAST] if index else nothing
-    from_right = work[index + 1][0][..., FIRST] if index < RANKS - 1 else nothing
+    from_right = work[index + 1][0][..., FIRST] if index < ranks - 1 else nothing
     hint = "A column that two ranks used gets the gradients of both."
     for side, columns, owner, arrived, swapped in (
         ("first", FIRST, index - 1, from_left, from_right),
@@ -252,7 +265,7 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
     ):
         part, own_part, kept = (each[..., columns] for each in (got, own, padded))
         likely, more = {"this rank's own gradient alone": own_part}, ": no rank is beyond"
-        if 0 <= owner < RANKS:
+        if 0 <= owner < ranks:
             likely[f"what rank {owner} sent, alone: assigned, not added"] = arrived
             more = f" plus what rank {owner} sends"
         likely |= {
@@ -261,13 +274,13 @@ def _judge_gradient(index: int, found: Tensor | str, what: str = "") -> None:
         }
         right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"
         other = _halo_fault(part)
-        judge.expect_close(part, expected[..., columns], said, likely, other, right, hint)
+        how: dict[str, Any] = {"hint": hint, **TOLERANCES}
+        judge.expect_close(part, expected[..., columns], said, likely, other, right, **how)
     said = f"{what}the columns between are wrong"
-    expect(_is_close(got, expected), said, hint="Only the outer columns change.")
+    expect(judge.is_tensor_close(got, expected), said, hint="Only the outer columns change.")
 
 
-def _expect_strip(found: Tensor | str, expected: Tensor) -> Tensor:
-    """Return a strip of the expected shape and dtype, or raise WrongAnswer."""
-    got = judge.expect_tensor(found, expected, f"The strip has {COLUMNS} columns, the halo {HALO}.")
-    expect(got.dtype == expected.dtype, f"the numbers are {got.dtype}", expected.dtype)
-    return got
+def _expect_strip(found: Tensor | str, expected: Tensor, strip: Tensor) -> Tensor:
+    """Return a tensor of the expected shape and dtype, or raise WrongAnswer."""
+    hint = f"The strip has {strip.shape[-1]} columns, the halo {HALO}."
+    return judge.expect_tensor(found, expected, hint)

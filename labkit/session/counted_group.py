@@ -126,6 +126,11 @@ class GroupTraffic:
             total[each.name] += each.bytes
         return dict(total)
 
+    def totals(self, group: str | None = None) -> dict[str, list[int]]:
+        """Return the calls and the bytes of each."""
+        sizes = self.bytes(group)
+        return {name: [count, sizes[name]] for name, count in self.counts(group).items()}
+
 
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
@@ -142,6 +147,9 @@ def _noting(method: str) -> Callable[..., Any]:
     name, place = METHODS[method]
 
     def call(self: CountedGroup, *args: Any) -> Any:
+        # gloo itself would crash or wait.
+        if method in ("send", "recv") and not 0 <= args[1] < self.size():
+            raise ValueError(f"{method}: there is no rank {args[1]} among {self.size()} ranks")
         given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
         dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
         size = sum(each.nbytes for each in given)

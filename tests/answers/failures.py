@@ -83,15 +83,21 @@ return own[0]["rank"]
         "steps_in_common",
         checks.steps_in_common,
         {
-            "of [5, 7, 3, 4] batches the ranks take [5, 7, 3, 4] steps: each its own": "return batches",
-            "of [5, 7, 3, 4] batches the ranks take 7 steps": LIMIT.format(op="MAX", result="int(limit)"),
-            "of [5, 7, 3, 4] batches the ranks take 19 steps": LIMIT.format(op="SUM", result="limit.item()"),
-            "of [5, 7, 3, 4] batches the ranks take [5, 5, 5, 5]": """
+            "of [5, 7, 4, 3] batches the ranks take [5, 7, 4, 3] steps: each its own": "return batches",
+            "of [5, 7, 4, 3] batches the ranks take 7 steps": LIMIT.format(op="MAX", result="int(limit)"),
+            "of [5, 7, 4, 3] batches the ranks take 19 steps": LIMIT.format(op="SUM", result="limit.item()"),
+            "of [5, 7, 4, 3] batches the ranks take [5, 5, 5, 5]": """
 limit = torch.tensor(batches)
 dist.broadcast(limit, src=0)
 return limit.item()
 """,
             "on rank 0, the result is a Tensor": LIMIT.format(op="MIN", result="limit"),
+            "on rank 0, the result is a float": LIMIT.format(op="MIN", result="float(limit)"),
+            "right on 4 ranks, but with 3 ranks: on rank 0, RuntimeError: ProcessGroupGloo::allgather: invalid": """
+everyone = [torch.tensor(0) for _ in range(4)]
+dist.all_gather(everyone, torch.tensor(batches))
+return min(each.item() for each in everyone)
+""",
         },
     ),
     Exercise(
@@ -108,6 +114,12 @@ return limit.item()
             "of rank 0 with another shape it gave None": CALLS.format(
                 places="min", differs="[c[0] for c in calls].count(call[0]) < len(calls) / 2"
             ),
+            "of rank 2 in another call it gave tensor([1, 2])": """
+for place, calls in enumerate(zip(*logs)):
+    odd = [rank for rank, call in enumerate(calls) if calls.count(call) < len(calls) / 2]
+    if odd:
+        return torch.tensor([place, *odd])
+""",
             "of two places where they differ it gave (2": """
 found = None
 for place in range(max(map(len, logs))):
@@ -134,6 +146,9 @@ return found
                 **GOOD | {"calls": "collective(tensor, **{name: kwargs[name] for name in kwargs if name != 'op'})"}
             ),
             "on rank 0, TypeError": RECORDED.format(**GOOD | {"calls": "collective(tensor, *args, kwargs)"}),
+            "on rank 0, the numbers are right, but for two calls the rank sends 3 all_reduce calls": RECORDED.format(
+                **GOOD | {"after": 'entry["done"] = True\n    if args or kwargs: dist.all_reduce(tensor.clone()[0])'}
+            ),
             "on rank 0, a collective that raised an error was called done": """
 def call(tensor, *args, **kwargs):
     entry = {"call": collective.__name__, "shape": tuple(tensor.shape), "done": False}
@@ -208,7 +223,15 @@ loss.backward()
             "all ranks agree, and their gradients are sums divided by 4 samples": MENDED.replace(
                 DIVISION, "parameter.grad /= len(inputs)"
             ),
-            "all ranks agree, and their gradients are sums: a wrong scaling": MENDED.replace(DIVISION, "pass"),
+            "right on 2 ranks, but with 3 ranks: all ranks agree, and their gradients are sums divided by 2": (
+                MENDED.replace(DIVISION, "parameter.grad /= 2")
+            ),
+            "the first layer's weight is torch.float64 of shape (4, 5)": MENDED.replace(
+                OPTIMIZER, OPTIMIZER.replace("model.p", "model.double().p")
+            ).replace("model(inputs), targets", "model(inputs.double()), targets.double()"),
+            "all ranks agree, and their gradients are sums not divided: a wrong scaling": MENDED.replace(
+                DIVISION, "pass"
+            ),
         },
     ),
     Exercise(

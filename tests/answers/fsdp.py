@@ -42,7 +42,20 @@ SUMMED = (
 )
 DIVIDED = "for parameter in model.parameters():\n    if parameter not in experts:\n        parameter.grad /= ranks"
 UNTOUCHED = SUMMED + "\n        parameter.grad /= ranks"
+AVERAGED = SUMMED + "\n    parameter.grad /= ranks"
+GATHER = """
+for parameter in sorted(experts, key=lambda each: each.dim()):
+    everyone = [torch.empty_like(parameter) for _ in range(ranks)]
+    dist.all_gather(everyone, parameter.grad)
+"""
 CLOSE = "(mine[name] - reference[name]).abs().max() <= 1e-5 * reference[name].abs().max()"
+SUMS_AGREE = """
+if mine.keys() != reference.keys() or not mine:
+    return False
+return all(
+    bool((mine[name].sum() - reference[name].sum()).abs() <= 1e-5 * reference[name].abs().max()) for name in reference
+)
+"""
 
 EXERCISES = [
     Exercise(
@@ -136,6 +149,32 @@ EXERCISES = [
                 ("dist.all_gather_into_tensor(full, shard.detach())", "dist.all_gather_into_tensor(full, first)"),
                 ("ready = []", "ready, first = [], shard.detach().clone()"),
             ),
+            "right on 2 ranks, but with 3 ranks: on rank 0, the gradient of unit 0's shard is the sum over the ranks, "
+            "divided by 2": changed("small_fsdp", ("shard.grad /= ranks", "shard.grad /= 2")),
+            "on rank 0, the numbers are right, but a step of two units sends 4 all_reduce calls with "
+            "16,777,216 bytes besides": changed(
+                "small_fsdp",
+                ("buffer.resize_(size)\n", "buffer.resize_(size)\n    dist.all_reduce(torch.zeros(2**20))\n"),
+            ),
+            "on rank 0, the numbers are right, but a step of two units sends 4 all_gather calls with 800": changed(
+                "small_fsdp",
+                (
+                    "dist.all_gather_into_tensor(full, shard.detach())",
+                    "whole = full.double()\n    dist.all_gather_into_tensor(whole, shard.detach().double())\n"
+                    "    full.copy_(whole)",
+                ),
+            ),
+            "on rank 0, the output of the forward pass is another": changed(
+                "small_fsdp",
+                (
+                    "dist.all_gather_into_tensor(full, shard.detach())",
+                    "whole = full.half()\n    dist.all_gather_into_tensor(whole, shard.detach().half())\n"
+                    "    full.copy_(whole)",
+                ),
+            ),
+            "on rank 0, what you return for unit 0 is right, but in torch.float64": changed(
+                "small_fsdp", ("[dist.get_rank()].clone()", "[dist.get_rank()].double()")
+            ),
         },
     ),
     Exercise(
@@ -165,6 +204,13 @@ EXERCISES = [
             "for one gradient of two half as large, gradients_agree gave True": f"return any({CLOSE} for name in mine)",
             "for a gradient of NaN, gradients_agree gave True": (
                 f"return len(mine) > 1 and not any({CLOSE.replace('<=', '>')} for name in mine)"
+            ),
+            "for two rows exchanged, gradients_agree gave True": SUMS_AGREE,
+            "for one number of twelve wrong, gradients_agree gave True": SUMS_AGREE.replace(
+                "(mine[name].sum() - reference[name].sum()).abs()", "(mine[name] - reference[name]).abs().mean()"
+            ),
+            "for a gradient too many, gradients_agree gave True": changed(
+                "gradients_agree", ("mine.keys() != reference.keys()", "not mine.keys() >= reference.keys()")
             ),
             "for a gradient missing, gradients_agree gave True": f"return all(bool({CLOSE}) for name in mine)",
             "for no gradient at all, gradients_agree gave True": changed("gradients_agree", (" or not mine", "")),
@@ -232,10 +278,18 @@ EXERCISES = [
         "average_gradients",
         checks.expert_gradients,
         {
-            "on rank 0, the expert's gradient of net.2.weight was averaged": ALL,
-            "on rank 0, the shared gradient of net.0.weight was summed and not divided": SUMMED,
-            "on rank 0, the shared gradient of net.0.weight was divided but not summed": DIVIDED,
+            "on rank 0, the expert's gradient of net.2.weight is averaged": ALL,
+            "on rank 0, the shared gradient of net.0.weight is summed and not divided": SUMMED,
+            "on rank 0, the shared gradient of net.0.weight is divided but not summed": DIVIDED,
             "on rank 0, the expert's gradient of net.2.weight is still this rank's own": UNTOUCHED,
+            "right on 2 ranks, but with 3 ranks: on rank 0, the shared gradient of net.0.weight is the sum over the "
+            "ranks, divided by 2": AVERAGED.replace("ranks", "2"),
+            "on rank 0, the gradients are right, but the rank sends 2 all_gather calls with 1,152 bytes and 6": AVERAGED
+            + GATHER,
+            "on rank 0, the gradients are right, but the rank sends 6 all_reduce calls with 4,088": AVERAGED.replace(
+                "all_reduce(parameter.grad)",
+                "all_reduce(wide := parameter.grad.double())\n        parameter.grad = wide.float()",
+            ),
         },
     ),
 ]

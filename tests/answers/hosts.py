@@ -18,6 +18,9 @@ EXERCISES = [
             "place_of(3, nproc=4) gave (3, 0): the local rank first": "return rank % nproc, rank // nproc",
             "place_of(4, nproc=4) gave (0, 0)": "return 0, rank % nproc",
             "place_of(0, nproc=4) gave 0": "return rank // nproc",
+            "place_of(0, nproc=4) gave tensor([0, 0])": (
+                "import torch\nreturn torch.tensor([rank // nproc, rank % nproc])"
+            ),
         },
     ),
     Exercise(

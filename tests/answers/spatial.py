@@ -1,6 +1,6 @@
 """Lab 1."""
 
-from answers import Exercise
+from answers import Exercise, changed
 from labkit.checks import spatial as checks
 from launch import convnext_spatial
 
@@ -23,6 +23,20 @@ def forward(ctx, strip, halo, rank, ranks):
     ctx.place = halo, rank, ranks
     return exchange_halo(strip, halo, rank, ranks)
 """
+PADDED = "return torch.cat([from_left, strip, from_right], dim=-1)"
+ADDED = "own[..., :halo] += from_left\nown[..., -halo:] += from_right\nreturn own"
+LAST_IS_3 = ("torch.zeros_like(to_right)", "0 * to_right if rank == 3 else to_right.clone()")
+"""Which is right on four ranks alone."""
+TO_ALL = """
+import threading
+def tell_all():
+    everyone = [torch.empty(2, 3, 5, 16) for _ in range(ranks)]
+    dist.all_gather(everyone, torch.zeros(2, 3, 5, 16))
+thread = threading.Thread(target=tell_all)
+thread.start()
+thread.join()
+"""
+"""Sends what nobody needs, where only the process group sees it."""
 BACKWARD = """
 @staticmethod
 def backward(ctx, grad):
@@ -105,8 +119,14 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             "on rank 0, the last 3 columns are rank 1's columns from 3 on": OUT.replace(
                 "strip[..., :halo]", "strip[..., halo : 2 * halo]"
             )
-            + "return torch.cat([from_left, strip, from_right], dim=-1)",
+            + PADDED,
             "on rank 0, the shape is (2, 3, 5, 11)": OUT + "return torch.cat([strip, from_right], dim=-1)",
+            "right on 4 ranks, but with 3 ranks: on rank 2, the last 3 columns are rank 2's": OUT.replace(*LAST_IS_3)
+            + PADDED,
+            "on rank 0, the numbers are right, but the rank sends 1 all_gather call with 1,920 bytes and 1 send": TO_ALL
+            + OUT
+            + PADDED,
+            "on rank 0, the numbers are torch.float64": OUT + f"{PADDED}.double()",
         },
     ),
     Exercise(
@@ -121,6 +141,14 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             "on rank 0, the first 3 columns are with the other neighbour's gradient added": HOME
             + "own[..., :halo] += from_right\nown[..., -halo:] += from_left\nreturn own",
             "on rank 0, the shape is (2, 3, 5, 14)": HOME + "return grad",
+            "right on 4 ranks, but with 3 ranks: on rank 2, the last 3 columns are with the halo's": HOME.replace(
+                *LAST_IS_3
+            )
+            + ADDED,
+            "on rank 0, the numbers are right, but the rank sends 1 all_gather call with 1,920 bytes and 1 send": TO_ALL
+            + HOME
+            + ADDED,
+            "on rank 0, the numbers are torch.float64": HOME + f"{ADDED}.double()",
         },
     ),
     Exercise(
@@ -138,6 +166,11 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             + BACKWARD,
             "on rank 0, the strip got no gradient": FORWARD
             + BACKWARD.replace("return return_gradients(grad, *ctx.place), None", "return None, None"),
+            "right on 4 ranks, but with 3 ranks: on rank 0, RuntimeError: Function HaloExchangeBackward returned an "
+            "invalid gradient at index 0 - got [2, 3, 5, 8]": FORWARD
+            + BACKWARD.replace("*ctx.place)", "*ctx.place)[..., :8]"),
+            "on rank 0, the numbers are right, but the rank sends 1 all_reduce call with 960 bytes and 2 send": FORWARD
+            + BACKWARD.replace("return return", "dist.all_reduce(grad.new_zeros(2, 3, 5, 8))\n    return return"),
         },
     ),
     Exercise(
@@ -145,8 +178,14 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         "sends_nothing",
         checks.sends_nothing,
         {
-            "on rank 0, 360 bytes were handed over, and none may be": OUT
-            + "return torch.cat([from_left, strip, from_right], dim=-1)",
+            "on rank 0, the rank sends 1 send call with 360 bytes": OUT + PADDED,
+            "on rank 0, the rank sends 1 all_gather call with 1,920 bytes": TO_ALL + changed("01", "sends_nothing"),
+            "right on 4 ranks, but with 3 ranks: on rank 2, the test of ones caught it: the last 3": changed(
+                "01", "sends_nothing", ("rank < ranks - 1", "rank < 3")
+            ),
+            "on rank 0, the numbers are torch.float64": changed(
+                "01", "sends_nothing", ("strip, right", "strip.double(), right")
+            ),
             "on rank 0, the test of ones caught it: the last 3 columns are all zero": (
                 "return torch.nn.functional.pad(strip, (halo, halo))"
             ),

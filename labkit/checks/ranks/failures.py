@@ -9,9 +9,10 @@ from torch import Tensor
 
 from labkit.checks.judge import WrongAnswer
 from labkit.checks.ranks.collectives import run_training
+from labkit.session.counted_group import GroupTraffic
 
-# Number of batches of each of the four ranks.
-BATCH_COUNTS = (5, 7, 3, 4)
+# Number of batches of each of at most four ranks.
+BATCH_COUNTS = (5, 7, 4, 3)
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
@@ -28,20 +29,22 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     """Let the answer record two real collectives and two mock ones.
 
-    Return ``sums`` and ``log`` of the real ones; ``handle``, type of the asynchronous result; the
-    log ``during`` the third call; whether the last one's error was ``swallowed``, and its entry
-    ``after``.
+    Return ``reduced`` tensors, ``log``, and calls and bytes ``sent`` of the real ones; ``handle``,
+    type of the asynchronous result; the log ``during`` the third call; whether the last one's error
+    was ``swallowed``, and its entry ``after``.
     """
     log: list[Any] = []
-    summed, largest = torch.ones(3), torch.full((2, 2), 1.0 + dist.get_rank())
-    _make_logger(answer, dist.all_reduce, log)(summed)
-    reduce_later = _make_logger(answer, dist.all_reduce, log)
-    handle = reduce_later(largest, op=dist.ReduceOp.MAX, async_op=True)
-    if handle is not None:
-        handle.wait()
+    summed, largest = (torch.full(shape, 1.0 + dist.get_rank()) for shape in ((3,), (2, 2)))
+    with GroupTraffic() as traffic:
+        _make_logger(answer, dist.all_reduce, log)(summed)
+        reduce_later = _make_logger(answer, dist.all_reduce, log)
+        handle = reduce_later(largest, op=dist.ReduceOp.MAX, async_op=True)
+        if handle is not None:
+            handle.wait()
     # Entries are copied now, because the next calls may replace them.
-    found: dict[str, Any] = {"sums": [summed, largest], "handle": type(handle).__name__}
+    found: dict[str, Any] = {"reduced": [summed, largest], "handle": type(handle).__name__}
     found |= {"log": _plain_entries(log), "during": [], "swallowed": True}
+    found["sent"] = traffic.totals()
 
     def all_gather(tensor: Tensor) -> None:
         found["during"] = _plain_entries(log)
@@ -73,7 +76,8 @@ def _plain_entries(entries: Sequence[Any]) -> list[dict[str, Any]]:
     for entry in entries:
         if not isinstance(entry, dict):
             raise WrongAnswer(f"an entry of the log is a {type(entry).__name__}, not a dict")
-        shape = entry.get("shape")
-        shape = list(shape) if isinstance(shape, tuple | list) else None
-        plain.append({"call": str(entry.get("call")), "shape": shape, "done": entry.get("done")})
+        shape, done = entry.get("shape"), entry.get("done")
+        shape = [*map(int, shape)] if isinstance(shape, tuple | list) else None
+        done = done if isinstance(done, bool) else type(done).__name__
+        plain.append({"call": str(entry.get("call")), "shape": shape, "done": done})
     return plain

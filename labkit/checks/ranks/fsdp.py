@@ -10,27 +10,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.models.moe import MixtureOfExperts
-from labkit.session.traffic import CommunicationCounter
+from labkit.session.counted_group import GroupTraffic
 
 WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
 
 
 def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
-    """Return results of ``run_small_fsdp`` for "units", for "experts" the gradients it leaves."""
+    """Return results of ``run_small_fsdp`` for "units".
+
+    For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
+    collective.
+    """
     if what == "units":
         return run_small_fsdp(answer)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
-    answer(model, {parameters[name] for name in expert_names(model)}, dist.get_world_size())
-    return {name: parameter.grad for name, parameter in parameters.items()}
+    experts = {parameters[name] for name in expert_names(model)}
+    with GroupTraffic() as traffic:
+        answer(model, experts, dist.get_world_size())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    return {"gradients": gradients, "sent": traffic.totals()}
 
 
 def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
-    Return ``shards`` of all ranks, or names of other types. If their shape is right, also
-    ``outputs`` of both steps, ``gradients`` and collectives ``sent`` in the first, and per unit
-    bytes of full parameters ``held`` by moment and of full gradients ``left`` at the end.
+    Return ``shards`` of all ranks, or names of other types. If their shape and dtype are right,
+    also ``outputs`` of both steps, ``gradients`` and calls and bytes ``sent`` in the first, and per
+    unit bytes of full parameters ``held`` by moment and of full gradients ``left`` at the end.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
@@ -42,9 +49,9 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, given)
     # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
-    wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
+    wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),), torch.float32
     for shard in chain(*everyone):
-        if not isinstance(shard, Tensor) or shard.shape != wanted:
+        if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != wanted:
             return {"shards": everyone}
     held = {"at rest": [storage_bytes(unit) for unit in units]}
 
@@ -53,7 +60,7 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
 
     units[1].register_forward_pre_hook(note_first_unit)
     model = nn.Sequential(*units)
-    with CommunicationCounter() as traffic:
+    with GroupTraffic() as traffic:
         output = model(inputs)
         (output - targets).square().mean().backward()
     held["after"] = [storage_bytes(unit) for unit in units]
@@ -65,7 +72,7 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
                 shard -= RATE * shard.grad
         outputs = [output, model(inputs)]
     found = {"shards": everyone, "outputs": outputs, "gradients": gradients}
-    return found | {"held": held, "left": left, "sent": dict(traffic.counts)}
+    return found | {"held": held, "left": left, "sent": traffic.totals()}
 
 
 def storage_bytes(unit: nn.Module) -> int:
@@ -76,7 +83,7 @@ def storage_bytes(unit: nn.Module) -> int:
 
 
 def two_units() -> list[nn.Sequential]:
-    """Return two units, equal on all ranks, of 49 elements each: 2 ranks need padding."""
+    """Return two units, equal on all ranks, of 49 elements each: 2 and 3 ranks need padding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = [(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
