@@ -23,7 +23,7 @@ from labkit import tensors
 from labkit.models.mlp import MLP
 from labkit.models.protocol import random_normal, upcast_to_float32
 from labkit.parallel.extensions import ExtensionChoice, add_extension_hooks, apply_extension
-from labkit.parity.comparison import Parity, count_tensors, local_shard
+from labkit.parity.comparison import LIMITS, Parity, count_tensors, local_shard
 from labkit.parity.one_device import sample_seed
 from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
@@ -75,7 +75,10 @@ def compare_extension_training(
                 _compare_shard(found, f"gradient {name}, {where}", mine.grad, expected.grad)
     a_step = halves * (1 + count_tensors(reference, "parameter"))
     a_step += count_tensors(reference, "gradient")
-    return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
+    # gloo adds for both in the same order, and so do two ranks. NCCL chooses an algorithm for each.
+    exact = dist.get_backend(mesh.get_group()) == "gloo" or mesh.size() <= 2
+    limit = 0.0 if exact else LIMITS[torch.float32]
+    return found.verdict(limit=limit, expected=2 * steps * a_step) | {"reference": "plain training"}
 
 
 def _compare_shard(found: Parity, what: str, shard: Tensor | None, whole: Tensor | None) -> None:
