@@ -45,7 +45,7 @@ try:
         RunTimedOut,
     )
     from labkit.launcher.progress import in_kernel
-    from labkit.launcher.run import check, run, sweep
+    from labkit.launcher.run import check, run, sweep, use_one_device
     from labkit.launcher.warm_start import fork_server_manager
     from labkit.runs.result import RunResult, load
 except (ImportError, AttributeError) as error:
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["HostLost", "LabError", "NotAllHosts", "ParameterError", "RankFailed", "RecordError"]
 __all__ += ["Host", "RunResult", "RunTimedOut", "SearchResult"]
 __all__ += ["check", "load", "plan", "run", "simulate", "submit", "sweep"]
+__all__ += ["use_one_device"]
 
 # Imported when they are first asked for, so that the core imports no package beside it.
 _ELSEWHERE = {

@@ -72,8 +72,9 @@ class RunCommand:
     """A name in launch/, or the path of a Python file."""
     nproc: int = 2
     """Number of ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where the ranks compute; by default what LABKIT_DEVICE says, or auto: GPUs if there is one a
+    rank, else the CPU."""
     timeout_s: float = 300
     """Seconds after which the run is stopped."""
 

@@ -205,7 +205,11 @@ def check_gpus() -> Finding:
     """Check for CUDA devices, which no lab needs."""
     import torch
 
-    if not torch.cuda.is_available():
+    count, problem = requirements.usable_gpus()
+    if problem:
+        driver = "update the driver, or install torch for its CUDA version: README, Install"
+        return Finding("NOTE", "GPUs", f"{problem}: ranks run on CPU with gloo", driver)
+    if not count:
         return Finding("OK", "GPUs", "no GPU that this PyTorch can use: ranks run on CPU with gloo")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     detail = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

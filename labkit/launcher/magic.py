@@ -47,7 +47,7 @@ class TorchrunMagics(Magics):
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
     @argument("--timeout", type=float, default=60, help="limit in seconds; 60 by default")
     @argument("--name", default="", help="the notebook's name for the RunResult, or the failure")
-    @argument("--device", default="auto", help="auto, cpu or cuda")
+    @argument("--device", help="auto, cpu or cuda; by default what LABKIT_DEVICE says")
     @argument("--fails", action="store_true", help="the cell is meant to fail: show how, go on")
     @argument("--use", default="", help="names of the notebook, with commas; modules come anyway")
     @cell_magic

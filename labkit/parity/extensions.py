@@ -23,7 +23,7 @@ from labkit import tensors
 from labkit.models.mlp import MLP
 from labkit.models.protocol import random_normal, upcast_to_float32
 from labkit.parallel.extensions import ExtensionChoice, add_extension_hooks, apply_extension
-from labkit.parity.comparison import Parity, count_tensors, local_shard
+from labkit.parity.comparison import LIMITS, Parity, count_tensors, local_shard
 from labkit.parity.one_device import sample_seed
 from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
@@ -77,9 +77,12 @@ def compare_extension_training(
                 _compare_shard(found, f"gradient {name}, {where}", mine.grad, expected.grad)
     a_step = halves * (1 + count_tensors(reference, "parameter"))
     a_step += count_tensors(reference, "gradient")
-    verdict = found.verdict(limit=0.0, expected=2 * steps * a_step)
+    # gloo adds for both in the same order, and so do two ranks. NCCL chooses an algorithm for each.
+    exact = dist.get_backend(mesh.get_group()) == "gloo" or mesh.size() <= 2
+    limit = 0.0 if exact else LIMITS[torch.float32]
+    verdict = found.verdict(limit=limit, expected=2 * steps * a_step)
     # A unit that frees its parameters after the forward pass gathers them again in the backward.
-    both_ways = gathers[True] == 2 * gathers[False] > 0
+    both_ways = mesh.size() == 1 or gathers[True] == 2 * gathers[False] > 0
     return verdict | {
         "reference": "plain training",
         "all_gathers": {"with reshard": gathers[True], "without": gathers[False]},

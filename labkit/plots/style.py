@@ -259,6 +259,10 @@ def add_stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
     """Write below the figure where its numbers come from, one line per machine; return ``ax``."""
     drawn = _runs_by_figure.setdefault(ax.figure, [])
     drawn.extend(results)
+    devices = {each.device for each in drawn} & {"cpu", "cuda"}
+    if len(devices) > 1:
+        rule = "a figure compares runs on one kind of device, and these were on the CPU and on GPUs"
+        raise ValueError(f"{rule}: run all with device='cpu', or set LABKIT_DEVICE=cpu")
     if drawn:
         ax.figure.supxlabel(result.stamp_text(drawn), fontsize=7, color=GREY, x=0.99, ha="right")
     return ax
