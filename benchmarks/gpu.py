@@ -154,7 +154,7 @@ def run(experiment: Experiment, device: str, left_s: float, folder: Path) -> dic
         return row | {"skipped": "the time was over"}
     begun, before = time.perf_counter(), dict(os.environ)
     os.environ |= experiment.environment
-    where = {"device": experiment.device or device, "warm": experiment.warm, "timeout_s": limit_s}
+    where: dict[str, Any] = {"device": experiment.device or device, "warm": experiment.warm, "timeout_s": limit_s}
     try:
         result = labkit.run(experiment.program, nproc=experiment.ranks, **where, **experiment.params)
     except labkit.LabError as error:

@@ -102,7 +102,8 @@ def of_runs(place: Path) -> list[psutil.Process]:
 def kill_one(name: str, place: Path, draw: random.Random) -> str:
     """Kill one process of this work at a random moment; what is left after five seconds, or ""."""
     notebook = start(WORK[name], place)
-    end, seen = time.monotonic() + draw.uniform(0.5, 8.0), {}
+    end = time.monotonic() + draw.uniform(0.5, 8.0)
+    seen: dict[int, psutil.Process] = {}
     while time.monotonic() < end and notebook.poll() is None:
         seen |= {each.pid: each for each in family(notebook.pid)}
         time.sleep(0.05)
@@ -167,7 +168,8 @@ def networks() -> set[str]:
 
 
 def main(options: Options) -> None:
-    draw, seen, wrong = random.Random(options.seed), Counter(), []
+    draw, wrong = random.Random(options.seed), list[str]()
+    seen: Counter[str] = Counter()
     networks_before = networks()
     for number in range(options.kills):
         name = list(WORK)[number % len(WORK)]

@@ -56,6 +56,7 @@ require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has nobody to t
 require("DIM", DIM, at_least=4, because="a layer needs a width")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 require("REPEATS", REPEATS, at_least=1, because="without a round nothing is measured")
+labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
 SETUP = {"nproc": RANKS, "dim": DIM, "steps": STEPS}
 

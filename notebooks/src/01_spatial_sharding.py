@@ -63,6 +63,7 @@ require("BATCH", BATCH, at_least=2, multiple_of=2, because="the mesh of 2 x 2 ra
 require("HEIGHT", HEIGHT, at_least=8, multiple_of=8, because="the two stages divide height and width by 8")
 widths = "all strips must be equally wide, and 3 columns or more in the last stage, at an eighth of the width"
 require("WIDTH", WIDTH, at_least=8 * 3 * RANKS, multiple_of=math.lcm(8 * 2, 8 * RANKS), because=widths)
+labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
 TOLD = (RANKS, STEPS, BATCH, HEIGHT, WIDTH) == (4, 10, 6, 64, 256)  # the values that the text speaks of
 DEPTHS, DIMS = (1, 1), (32, 64)  # blocks and channels in each stage

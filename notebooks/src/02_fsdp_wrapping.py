@@ -55,6 +55,7 @@ require("RANKS", RANKS, at_least=2, at_most=8, because="one rank shares with nob
 require("DIM", DIM, at_least=1, because="a layer needs a width")
 require("BATCH", BATCH, at_least=1, because="a step needs a sample")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
 SETUP = {"nproc": RANKS, "model": "mlp_stack", "dim": DIM, "batch": BATCH, "steps": STEPS}
 TOLD = (RANKS, DIM, BATCH) == (2, 128, 32)  # the values that the text speaks of

@@ -59,6 +59,7 @@ require(
     at_least=20,
     because="the last ten losses are compared, and the network must have learned something before them",
 )
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
 SETUP = {"nproc": RANKS, "dim": DIM, "batch": BATCH, "steps": STEPS}
 SHORT = SETUP | {"steps": 3}

@@ -64,6 +64,7 @@ layer_mb, bias_mb = 4 * DIM * (DIM + 1) / 2**20, 4 * DIM / 2**20
 fills = f"two layers, of {layer_mb:.2f} MiB each with this DIM, fill a bucket, and one does not"
 require("BUCKET_MB", BUCKET_MB, float, above=layer_mb + bias_mb, at_most=2 * layer_mb, because=fills)
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
 WIDE = {"nproc": RANKS, "dim": DIM, "bucket_mb": BUCKET_MB, "steps": STEPS}
 DEEP = {"nproc": RANKS, "dim": 64, "layers": 100, "batch": 8, "steps": STEPS}

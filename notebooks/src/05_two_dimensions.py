@@ -74,6 +74,7 @@ require(
 require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
 require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
 TOLD = (RANKS, DIM, BATCH) == (4, 64, 48)  # the values that the text speaks of
 SETUP = {"nproc": RANKS, "dim": DIM, "batch": BATCH, "steps": STEPS}
