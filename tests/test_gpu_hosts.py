@@ -132,3 +132,12 @@ def test_every_kernel_of_nccl_has_the_name_of_a_collective():
     assert len(seen) > 50 and set(seen.values()) <= known
     others = [name for name, what in seen.items() if what == "collective"]
     assert others == ["ncclDevKernelGinResetSignalsAndCounters", "ncclDevKernel_Generic"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_parity_of_convnext_holds_where_convolutions_round_to_tf32(ranks):
+    program, how = PROGRAMS / "tf32_convolutions.py", {"nproc": ranks, "width": 64 * ranks, "device": "cpu"}
+    right, wrong = (labkit.check(program, force=force, **how) for force in (False, True))
+    assert right.ok and right.value("max_rel_error") < 1e-5
+    assert not wrong.ok and wrong.value("max_rel_error") > 1e-5, "as without the check's setting"
+    assert (right.session["tf32_convolutions"], wrong.session["tf32_convolutions"]) == (False, True)
