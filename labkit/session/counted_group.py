@@ -101,6 +101,11 @@ class GroupTraffic:
             total[each.name] += each.bytes
         return dict(total)
 
+    def totals(self, group: str | None = None) -> dict[str, list[int]]:
+        """Return the calls and the bytes of each."""
+        sizes = self.bytes(group)
+        return {name: [count, sizes[name]] for name, count in self.counts(group).items()}
+
 
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
