@@ -159,7 +159,7 @@ EXERCISES = [
             f"{THREE}in backward pass 0, the gradient of parameter 0 is the sum, divided by 2": changed(
                 "small_ddp", ("row /= dist.get_world_size()", "row /= 2")
             ),
-            FIRST_PASS + "all is right, but the rank sends 3 all_reduce of 692 bytes and 3 broadcast of 692 bytes": (
+            FIRST_PASS + "all is right, but the rank sends 3 broadcast calls with 692 bytes besides": (
                 changed(
                     "small_ddp",
                     ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n        dist.broadcast(row, 0)"),
@@ -219,7 +219,7 @@ EXERCISES = [
             ),
             f"{THREE}the gradient of parameter 0 is the sum, divided by 2": averaged("flat / 2"),
             f"{THREE}the gradient of parameter 0 is another": changed("accumulate", ("len(batches)", "3")),
-            "on rank 0, the gradients are right, but the rank sends 1 all_reduce of 692 bytes and 6 broadcast of 692": (
+            "on rank 0, the gradients are right, but the rank sends 6 broadcast calls with 692 bytes besides": (
                 changed(
                     "accumulate",
                     (
@@ -230,7 +230,7 @@ EXERCISES = [
                     ),
                 )
             ),
-            "on rank 0, the gradients are right, but the rank sends 1 all_reduce of 1,384 bytes": averaged(
+            "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 1,384 bytes": averaged(
                 "(flat / dist.get_world_size()).float()", "flat.double()"
             ),
         },
@@ -262,7 +262,7 @@ EXERCISES = [
             "on rank 0, the gradient of parameter 0 is the sum over the ranks": changed(
                 "half_hook", (" / dist.get_world_size()", "")
             ),
-            "on rank 0, the gradients are right, but the rank sends 1 all_reduce of 692 bytes": changed(
+            "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 692 bytes": changed(
                 "half_hook", (".to(torch.bfloat16) /", " /")
             ),
             "on rank 0, the gradient of parameter 0 is this rank's own": changed(
@@ -272,7 +272,7 @@ EXERCISES = [
             f"{THREE}the gradient of parameter 0 is the sum, divided by 2": changed(
                 "half_hook", ("/ dist.get_world_size()", "/ 2")
             ),
-            "on rank 0, the gradients are right, but the rank sends 1 all_reduce of 346 bytes and 1 broadcast": changed(
+            "on rank 0, the gradients are right, but the rank sends 1 broadcast call with 346 bytes besides": changed(
                 "half_hook", ("handle =", "dist.broadcast(half.clone(), src=0)\nhandle =")
             ),
             "on rank 0, the gradients are right, but the rank sends float16": changed(
