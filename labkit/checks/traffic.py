@@ -11,7 +11,7 @@ Totals = Mapping[str, Sequence[int]]
 def expect_traffic(sent: Totals, right: Totals, said: str, hint: str = "") -> None:
     """Raise WrongAnswer unless a rank made these calls, with these bytes, and no others."""
     besides = {name: each for name, each in sent.items() if name not in right}
-    seen = f"{traffic_text(besides)} besides" if besides else traffic_text(sent)
+    seen = f"{traffic_text(besides)} besides" if right and besides else traffic_text(sent)
     is_right = {name: [*each] for name, each in sent.items()} == right
     expect(is_right, f"{said} {seen}", traffic_text(right), hint)
 
