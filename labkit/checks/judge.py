@@ -67,7 +67,8 @@ class Verdict:
 
     def __repr__(self) -> str:
         seen = f"{self.detail}, expected {self.expected}" if self.expected else self.detail
-        text = ". ".join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
+        end = " " if seen.endswith("?") else ". "
+        text = end.join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
         return f"{self.state}: {text}" if text else self.state
 
     def _repr_html_(self) -> str:

@@ -160,18 +160,27 @@ def _timeout_reason(
     """Say if a rank was still in an answer or all waited; raise NotJudged for anything else."""
     codes = [answer.__code__ for answer in answers if hasattr(answer, "__code__")]
     first_lines = {(code.co_filename, code.co_name): code.co_firstlineno for code in codes}
-    after, busy = f"after {stopped.timeout_s:g} s rank", -1
+    after, busy, where_waiting = f"after {stopped.timeout_s:g} s rank", -1, ""
     for index, stack in sorted(stopped.stacks.items()):
+        for file, line, name in FRAME_PATTERN.findall(stack):
+            if (file, name) in first_lines and not where_waiting:
+                place, text = _line_in_function(file, int(line), first_lines[file, name])
+                where_waiting = f", rank {index} in line {place} of {name}, `{text}`"
         file, line, name, text = _innermost_frame(stack, first_lines)
         if (file, name) in first_lines:
-            where = f"line {line - first_lines[file, name] + 1} of {name}, `{text}`"
+            place, text = _line_in_function(file, line, first_lines[file, name])
+            where = f"line {place} of {name}, `{text}`"
             return f"{after} {index} was still in {where}: when does its loop end?"
         if not file and not stack.startswith(RANK_ENDED_TEXT):
             busy = index
     if busy >= 0:
         where = "was outside your function and waited for no other rank"
         raise NotJudged(f"{after} {busy} {where}: this machine is busy; run the check again")
-    return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
+    return f"the ranks waited for each other for {stopped.timeout_s:g} s{where_waiting}: {waiting}"
+
+
+def _line_in_function(file: str, line: int, first_line: int) -> tuple[int, str]:
+    return line - first_line + 1, linecache.getline(file, line).strip()
 
 
 def _innermost_frame(stack: str, own: Container[tuple[str, str]]) -> tuple[str, int, str, str]:

@@ -75,16 +75,41 @@ listeners: list[Callable[[GroupCall], None]] = []
 _replaced_groups: list[ProcessGroup | None] = []
 
 
+class Message(dist.Work):
+    """A message under way, which notes whether somebody waited for it."""
+
+    def __init__(self, work: dist.Work):
+        super().__init__()
+        self._work, self.waited = work, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the message has left or arrived."""
+        self.waited = True
+        return self._work.wait(timeout) if timeout else self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the message has left or arrived."""
+        return self._work.is_completed()
+
+
+# Every message of this process.
+messages: list[Message] = []
+
+
 class GroupTraffic:
     """The calls inside a ``with`` block, by this or any other thread."""
 
     def __enter__(self) -> "GroupTraffic":
-        self._first = len(calls)
+        self._first, self._first_message = len(calls), len(messages)
         self._end: int | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end = len(calls)
+
+    def count_unwaited(self) -> int:
+        """Return how many sends and receives nobody has waited for."""
+        return sum(not each.waited for each in messages[self._first_message :])
 
     def calls(self, group: str | None = None) -> list[GroupCall]:
         """Return the calls, in order, of all groups or of the one with this name."""
@@ -110,8 +135,8 @@ class GroupTraffic:
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         kind = ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, self.gloo)
@@ -130,6 +155,12 @@ def _noting(method: str) -> Callable[..., Any]:
         for listener in listeners:
             listener(noted)
         run = getattr(self.gloo, GLOO_METHODS.get(method, method))
+        if name in ("send", "recv"):
+            if method != "recv_anysource" and not 0 <= args[1] < self.size():
+                said = f"{name} with rank {args[1]}, which the group does not have"
+                raise ValueError(f"{said}: its {self.size()} ranks are 0 to {self.size() - 1}")
+            messages.append(Message(run(*args)))
+            return messages[-1]
         if method not in GLOO_METHODS or not method.endswith("coalesced"):
             return run(*args)
         # gloo sends one tensor at a time; whoever waits for the last has all.
@@ -145,7 +176,7 @@ for _method in METHODS:
     setattr(CountedGroup, _method, _noting(_method))
 
 
-def join_counted_group(store: dist.Store, rank: int, world_size: int) -> None:
+def join_counted_group(store: Any, rank: int, world_size: int) -> None:
     """Replace this process's default group with a counted one, of the same ranks."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, CountedGroup, devices=["cpu"])
