@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,36 +133,57 @@ class GroupTraffic:
         return {name: [count, sizes[name]] for name, count in self.counts(group).items()}
 
 
+class CountedGloo(dist.ProcessGroupGloo):
+    """The backend of a CountedGroup, which notes what is called without the group."""
+
+    group_name = ""
+
+
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.gloo = CountedGloo(store, rank, size, timeout)
         kind = ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self._set_default_backend(kind)
 
 
-def _noting(method: str) -> Callable[..., Any]:
+def _note(method: str, group: str, args: tuple[Any, ...]) -> None:
     name, place = METHODS[method]
+    given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
+    size = sum(each.nbytes for each in given)
+    noted = GroupCall(name, group, size, " and ".join(sorted(dtypes)))
+    calls.append(noted)
+    for listener in listeners:
+        listener(noted)
+
+
+def _noting_gloo(method: str) -> Callable[..., Any]:
+    gloo_method = getattr(dist.ProcessGroupGloo, method)
+
+    def call(self: CountedGloo, *args: Any) -> Any:
+        _note(method, self.group_name, args)
+        return gloo_method(self, *args)
+
+    return call
+
+
+def _noting(method: str) -> Callable[..., Any]:
+    name, _ = METHODS[method]
+    # Of the base class, because CountedGloo would note the call once more.
+    gloo_method = getattr(dist.ProcessGroupGloo, GLOO_METHODS.get(method, method))
 
     def call(self: CountedGroup, *args: Any) -> Any:
         # gloo itself would crash or wait.
         if method in ("send", "recv") and not 0 <= args[1] < self.size():
             raise ValueError(f"{method}: there is no rank {args[1]} among {self.size()} ranks")
-        given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
-        dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
-        size = sum(each.nbytes for each in given)
-        noted = GroupCall(name, str(self.group_name), size, " and ".join(sorted(dtypes)))
-        calls.append(noted)
-        for listener in listeners:
-            listener(noted)
-        run = getattr(self.gloo, GLOO_METHODS.get(method, method))
+        self.gloo.group_name = str(self.group_name)
+        _note(method, self.gloo.group_name, args)
+        run = partial(gloo_method, self.gloo)
         if name in ("send", "recv"):
-            if method != "recv_anysource" and not 0 <= args[1] < self.size():
-                said = f"{name} with rank {args[1]}, which the group does not have"
-                raise ValueError(f"{said}: its {self.size()} ranks are 0 to {self.size() - 1}")
             messages.append(Message(run(*args)))
             return messages[-1]
         if method not in GLOO_METHODS or not method.endswith("coalesced"):
@@ -177,6 +199,8 @@ def _noting(method: str) -> Callable[..., Any]:
 
 for _method in METHODS:
     setattr(CountedGroup, _method, _noting(_method))
+    if hasattr(dist.ProcessGroupGloo, _method):
+        setattr(CountedGloo, _method, _noting_gloo(_method))
 
 
 def join_counted_group(store: Any, rank: int, world_size: int) -> None:

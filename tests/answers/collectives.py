@@ -55,7 +55,7 @@ EXERCISES = [
             "on rank 0, the numbers are torch.float64": SHIFT.format(
                 to="(rank + 1)", source="(rank - 1)", result="arrived.double()"
             ),
-            "on rank 3, ValueError: send with rank 4": SHIFT.format(
+            "on rank 3, ValueError: send: there is no rank 4 among 4 ranks": SHIFT.format(
                 to="(rank + 1)", source="(rank - 1)", result="arrived"
             ).replace("(rank + 1) % ranks", "rank + 1"),
             "rank 0 returned while 2 messages were under way": SHIFT.format(
