@@ -1367,7 +1367,7 @@ _ = plots.loss_difference_curves({"every gradient twice as large": doubled}, pai
 # steps. In a curve of these ten steps nobody would see it; how far it grows later was not measured.*
 
 # %% tags=["claim"]
-claim("below a thousandth in all these steps", apart.max() < 0.1)
+claim("below a thousandth in all these steps", apart.max() < 0.1, where=TOLD)
 
 # %% [markdown]
 # Adam divides each gradient's running mean by its running size. A factor in all gradients drops out, but for the tiny ε
