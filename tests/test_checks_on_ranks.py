@@ -7,6 +7,7 @@ import re
 import tempfile
 import threading
 
+import cloudpickle
 import pytest
 import torch
 
@@ -154,7 +155,7 @@ def test_an_answer_of_a_module_that_a_rank_cannot_import_travels_whole(tmp_path,
 
     (tmp_path / "only_here.py").unlink()
     assert fsdp.expert_gradients(only_here.average).ok
-    assert "only_here" not in payload_pickling.cloudpickle.list_registry_pickle_by_value()
+    assert "only_here" not in cloudpickle.list_registry_pickle_by_value()
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
@@ -243,7 +244,7 @@ BODY = "for handle in []:\n    handle.wait()\ntime.sleep(0)"
     ("line", "inner", "said"),
     [
         (4, "", "after 8 s rank 1 was still in line 4 of answer, `time.sleep(0)`: when does its loop end?"),
-        (3, "", "the ranks waited for each other for 8 s: does every send have its receive"),
+        (3, "", "for 8 s, rank 1 in line 3 of answer, `handle.wait()`: does every send have its receive"),
         (4, '  File "/x/torch/distributed/distributed_c10d.py", line 5 in recv\n', "the ranks waited for each other"),
         (4, '  File "/x/helpers.py", line 5 in recv\n', "rank 1 was still in line 4 of answer"),
         (4, '  File "{file}", line {wait} in helper\n', "the ranks waited for each other"),
