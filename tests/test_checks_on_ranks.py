@@ -15,7 +15,6 @@ import labkit
 from labkit.checks import collectives, extensions, fsdp, on_ranks, spatial, two_dim
 from labkit.checks.ranks import answer_program
 from labkit.errors import LabError
-from labkit.launcher import payload_pickling
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
 ON_RANKS = {

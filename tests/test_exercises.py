@@ -7,6 +7,7 @@ import ast
 import difflib
 import functools
 import importlib
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -98,6 +99,32 @@ def test_the_table_in_docs_is_up_to_date():
     assert TABLE.read_text() == table(), "run: python tests/test_exercises.py"
 
 
+KINDS = {
+    "right on one number of ranks": r"^right on ",
+    "right values, more traffic": r"sends? |were sent|made by|was used|right, but [\d,]+ bytes",
+    "right values, another dtype": r"torch\.(float|bfloat|int)",
+}
+"""What an answer on ranks may get wrong although its numbers are right somewhere, by how its verdict begins."""
+
+
+def answers_on_ranks():
+    """The exercises with an answer that is right on one number of ranks, and for each kind what the verdict says."""
+    found = {}
+    for exercise in EXERCISES:
+        said = {kind: next((each for each in exercise.wrong if re.search(p, each)), "–") for kind, p in KINDS.items()}
+        if said["right on one number of ranks"] != "–":
+            found[f"{exercise.number} `{exercise.function}`"] = list(said.values())
+    return found
+
+
+def test_exercises_on_ranks_have_an_answer_that_is_right_on_one_number_of_ranks():
+    # 7.4 hands a collective on, and 7.9 is asked in this process, so neither can count ranks
+    assert {name.split()[0] for name in answers_on_ranks()} == {
+        *("0.1", "0.3", "0.6", "0.7", "1.4", "1.5", "1.6", "1.7", "2.4", "2.11", "3.5", "3.6", "3.7", "3.8", "3.12"),
+        *("3.13", "4.4", "4.6", "4.8", "5.3", "5.4", "5.5", "5.6", "7.2", "7.7"),
+    }
+
+
 def table():
     """Exercise x wrong answer x first words, as Markdown."""
     lines = [
@@ -107,6 +134,10 @@ def table():
         "answers that were handed to its check, and the first words of the verdict. A hint and the expected value open",
         "below these, on request.",
     ]
+    lines += ["", "Answers on real ranks are asked on two numbers of ranks, and their messages are counted.", ""]
+    lines += [f"| exercise | {' | '.join(KINDS)} |", "|---|---|---|---|"]
+    for name, said in answers_on_ranks().items():
+        lines.append(f"| {name} | {' | '.join(map(in_cell, said))} |")
     for exercise in EXERCISES:
         lines += [
             "",
