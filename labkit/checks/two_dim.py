@@ -89,9 +89,10 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
         for part in found:
             said = f"{asked} gave a tensor of shape {[*part.shape]}"
             judge.expect(part.shape == x.shape, said, [*x.shape], hint)
+            judge.expect(part.dtype == x.dtype, f"{asked} gave {part.dtype}", x.dtype)
         cuts = [*zip(first.chunk(ranks), second.chunk(ranks, dim=1), strict=True)]
         right = torch.stack([relu(x @ rows.T) @ columns.T for rows, columns in cuts])
-        given = torch.stack([part.to(x.dtype) for part in found])
+        given = torch.stack([*found])
         whole = right.sum(0).expand_as(right)
         no_relu = torch.stack([x @ rows.T @ columns.T for rows, columns in cuts])
         between, features = "It stands between the layers.", "A rank has its own features alone."
@@ -361,7 +362,7 @@ def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
     """Exercise 11: a plan for ``MLPStack`` that shards the sequence between the MLPs."""
     passed = "output and gradients, every matrix and the sequence shared out"
 
-    # Eight sums of five all-reduces become a reduce-scatter and an all-gather of a rank's tokens.
+    # Of five all-reduces four become a reduce-scatter, and an all-gather of a rank's tokens.
     def enough(tp: int) -> tuple[int, int]:
         return 9, 5 * ACTIVATION_BYTES + 4 * ACTIVATION_BYTES // tp
 

@@ -165,6 +165,13 @@ EXERCISES = [
                     ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n        dist.broadcast(row, 0)"),
                 )
             ),
+            FIRST_PASS + "all is right, but the rank sends 1 broadcast call with 4 bytes besides": changed(
+                "small_ddp",
+                (
+                    "missing = [",
+                    "model.register_forward_hook(lambda *_: dist.broadcast(torch.ones(1), src=0))\nmissing = [",
+                ),
+            ),
             FIRST_PASS + "all-reduces of 376, 504, 504 bytes were asked for": changed(
                 "small_ddp",
                 ("for parameter in buckets[index]])", "for parameter in buckets[index]]).double()"),

@@ -73,6 +73,9 @@ EXERCISES = [
                 "parts", ("second.chunk(ranks, dim=1)", "second.chunk(ranks, dim=1)[::-1]")
             ),
             X + "a tensor of shape [3, 4]": "return [relu(x @ rows.T) for rows in first.chunk(ranks)]",
+            X + "torch.float64": changed(
+                "parts", ("relu(x @ rows.T)", "relu(x @ rows.T).double()"), ("columns.T", "columns.T.double()")
+            ),
             X + "1 tensors": "return [relu(x @ first.T) @ second.T]",
         },
     ),

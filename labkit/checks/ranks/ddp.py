@@ -70,10 +70,10 @@ def note_future_dtypes(hook: Callable[..., Any], seen: set[str]) -> Callable[...
 
 
 def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
-    """Let the answer put hooks on a small model, and run two backward passes.
+    """Let the answer put hooks on a small model, and run two steps of it.
 
-    ``seen`` lists the events of a pass in order: "gradient", "asked <bytes>" for an all-reduce, and
-    "waited". ``sent`` holds calls and bytes by collective.
+    ``seen`` lists the events of a backward pass in order: "gradient", "asked <bytes>" for an
+    all-reduce, and "waited". ``sent`` holds a step's calls and bytes by collective.
     """
     model, passes, events = make_linear_model(), [], list[str]()
     # Hooks run in the order of their registration: these note a gradient before the answer sees it.
@@ -93,15 +93,15 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
 
     for step in range(2):
         model.zero_grad()
-        loss = mean_squared_error(model, *step_batch(dist.get_rank(), step))
-        time.sleep(DELAY_S if dist.get_rank() == 1 and step == 0 else 0)
-        events.clear()
-        with (
-            GroupTraffic() as traffic,
-            patch.object(dist.Work, "wait", wait_and_note),
-            patch.object(counted_group, "listeners", [note_call]),
-        ):
-            loss.backward()
+        with GroupTraffic() as traffic:
+            loss = mean_squared_error(model, *step_batch(dist.get_rank(), step))
+            time.sleep(DELAY_S if dist.get_rank() == 1 and step == 0 else 0)
+            events.clear()
+            with (
+                patch.object(dist.Work, "wait", wait_and_note),
+                patch.object(counted_group, "listeners", [note_call]),
+            ):
+                loss.backward()
         noted = {"seen": [*events], "sent": traffic.totals()}
         passes.append({"gradients": clone_gradients(model)} | noted)
     return {"passes": passes}
