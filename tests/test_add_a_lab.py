@@ -113,16 +113,16 @@ FILES = {
 
         @exercise
         def total(answer) -> Verdict:
-            """Exercise 1: the sum over 2 real ranks."""
+            """Exercise 1: the sum over real ranks."""
 
-            def judge_rank(index, sent):
+            def judge_rank(ranks, index, sent):
                 first = float(sent["got"][0])
-                if first != sum_of_ranks(2):
+                if first != sum_of_ranks(ranks):
                     raise WrongAnswer(f"rank {index} returned {first:g}")
 
-            judge_on_ranks("echo", answer, judge=judge_rank, ranks=2, timeout_s=60, \
-waiting="do both ranks call it?", size=3)
-            return passing_verdict("2 ranks agree")
+            judge_on_ranks("echo", answer, judge=judge_rank, sizes=(2, 3), timeout_s=60, \
+waiting="do all ranks call it?", size=3)
+            return passing_verdict("2 and 3 ranks agree")
     ''',
     "labkit/checks/ranks/echo.py": '''
         """Give each rank a vector of its own number."""

@@ -344,7 +344,8 @@ def expect_close(
     if is_close(got, right, rtol=rtol, atol=atol):
         for each, wanted in zip(tree_leaves(got), tree_leaves(right), strict=True):
             if isinstance(wanted, Tensor):
-                said = f"{seen} right, but in {each.dtype}"
+                verb = "" if seen.endswith((" is", " are")) else " is"
+                said = f"{seen}{verb} right, but in {each.dtype}"
                 expect(each.dtype == wanted.dtype, said, wanted.dtype)
         return
     words, shown_hint = otherwise, hint

@@ -281,7 +281,7 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 # ### Exercise 1: mend the circle (••, 8 minutes)
 #
 # Send `mine` to the next rank and return what comes from the rank before. The circle is closed: after the last rank comes
-# rank 0. Your function runs on four real ranks.
+# rank 0. Your function runs on four real ranks, then on three.
 #
 # <details><summary>Hint 1</summary>
 #

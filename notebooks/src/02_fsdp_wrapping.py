@@ -451,7 +451,7 @@ claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_paramet
 # - When the last gradient of the unit is there: free the buffer, make a flat row of the gradients, set each parameter's
 #   own `.grad` to None, and leave in `shard.grad` this rank's part of the **mean** over the ranks.
 #
-# The check trains two steps on two real ranks. It looks at outputs, gradients, memory and calls. A rank that reads
+# The check trains two steps on two real ranks, then on three. It looks at outputs, gradients, memory and calls. A rank that reads
 # parameters whose memory is gone gets an error, or crashes; the check tells you which.
 #
 # <details><summary>Hint 1: the order of things</summary>
@@ -1296,7 +1296,7 @@ print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", 
 # ### Exercise 11: average, but not everything (••, 6 minutes)
 #
 # Average every shared gradient over the ranks. Send nothing for those of `experts`, but divide them by the number of
-# ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks.
+# ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks, then on three.
 # Whatever it uses of this notebook is copied there.
 #
 # <details><summary>Hint</summary>

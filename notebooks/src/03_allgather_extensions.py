@@ -439,7 +439,7 @@ _ = plots.hook_memory("TwoTensor")
 # Write the second hook. `all_gather_outputs` are all rows of a and all rows of b, padding included; leave that on. The
 # parameter computes in its own dtype here, so nothing is cast. `type(self)` is your class: `type(self)(x, y)` makes one.
 #
-# Your hook is put into a model that trains on two real ranks. Your function runs in other processes. Whatever it uses of
+# Your hook is put into a model that trains on two real ranks, then on three. Your function runs in other processes. Whatever it uses of
 # this notebook is copied there: imports, other functions, values.
 #
 # <details><summary>Hint 1</summary>

@@ -442,7 +442,7 @@ print(f"{own_rule.value('all_reduce_count'):.0f} buckets, the largest of {larges
 # - Then be ready for the next backward pass.
 #
 # All ranks have the same model, and every parameter gets a gradient in each backward pass. The check runs two passes on
-# two real ranks. It looks at gradients, at what was sent, and at *when* you asked and waited.
+# two real ranks, then on three. It looks at gradients, at what was sent, and at *when* you asked and waited.
 #
 # <details><summary>Hint 1: what to remember</summary>
 #
@@ -877,7 +877,7 @@ noted("unused", find_unused_parameters=True)
 #
 # `model` is in DDP; its gradients are None. `batches` are the micro-batches of one step, pairs of inputs and targets,
 # all of one size. Leave in each `grad` the gradient of the mean squared error over all samples of all ranks, with one
-# all-reduce. It runs on two real ranks.
+# all-reduce. It runs on two real ranks, then on three.
 #
 # <details><summary>Hint 1</summary>
 #
