@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from labkit.models.protocol import CUDAInitMode, FSDPInitMode
 from labkit.parallel import fsdp, units
 from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parity import extensions
+from labkit.runs.records import RecordWriter
 from labkit.theory import fsdp as theory
 from launch import fsdp_matrix, fsdp_wrap
 
@@ -227,6 +229,24 @@ def test_every_step_of_fsdp_wrap_is_compared_with_one_device(fsdp, monkeypatch, 
     fsdp_wrap.main(fsdp_wrap.Config(check="parity", model="mlp_stack", steps=3, fsdp=fsdp))
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert verdict["ok"] and verdict["compared"] == 3 * 2 + 12 + 12
+
+
+def wrap_on_ranks(model):
+    """The verdict of fsdp_wrap on two steps, as a rank of a group that is there, and this rank's expert."""
+    here = rank.Session(
+        dist.get_rank(), dist.get_world_size(), torch.device("cpu"), RecordWriter(None, dist.get_rank())
+    )
+    config, found = fsdp_wrap.Config(check="parity", model=model, steps=2), {}
+    here.finish_check = lambda **verdict: found.update(verdict)
+    with mock.patch.object(rank, "session", lambda: contextlib.nullcontext(here)):
+        fsdp_wrap.main(config)
+    expert = fsdp_wrap.build_model(config, here.device, here.rank).local_modules()
+    return found["ok"], [module.weight.sum().item() for module in expert]
+
+
+def test_ranks_have_experts_and_samples_of_their_own(ranks):
+    (first, [one]), (second, [other]) = ranks(2)(wrap_on_ranks, "moe")
+    assert first and second and one != other
 
 
 def test_without_the_scaler_the_same_step_spoils_the_parameters(ranks):

@@ -19,10 +19,9 @@ class _TokenModel(LabModel):
     tokens: int
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        ids = random_tokens(BATCH, self.tokens, below=self.vocab - 1, device=device, seed=seed)
         # Token 0 does not occur, because it pads and starts the decoder.
-        return (
-            1 + random_tokens(BATCH, self.tokens, below=self.vocab - 1, device=device, seed=seed),
-        )
+        return (1 + ids,)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return token_loss(output, inputs[0])

@@ -104,6 +104,14 @@ MUTANTS = [
     ),
     Mutant(
         "S2 model_iter_fn",
+        "all ranks train on the samples of the first",
+        WRAP,
+        "inputs = parity.draw_samples(lab, here.device, index, here.rank)",
+        "inputs = parity.draw_samples(lab, here.device, index, 0)",
+        OPTIONS + "ranks_have_experts_and_samples_of_their_own",
+    ),
+    Mutant(
+        "S2 model_iter_fn",
         "ranks start from weights of their own",
         WRAP,
         "seed=0, expert_seed=index",
