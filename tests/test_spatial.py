@@ -67,22 +67,21 @@ def cell_name(cell):
 
 
 class Results:
-    """Of all these cells by name, from one launch for each number of ranks, once a test asks for one of them."""
+    """Of all cells by name. Those that check, or measure, on as many ranks share a launch, once one is asked for."""
 
     def __init__(self):
         self.cells = {cell_name(cell): cell | {"check": "parity"} for cell in [*PARITY, NATIVE]}
-        self.cells |= {name: cell | {"steps": 1} for name, cell in RUNS.items()}
+        self.cells |= {name: cell | {"steps": 1, "check": "none"} for name, cell in RUNS.items()}
         self.found = {}
 
     def __getitem__(self, name):
         if name not in self.found:
-            wanted, alone = self.cells[name]["nproc"], {}
-            for each, cell in self.cells.items():
-                rest = dict(cell)
-                if rest.pop("nproc") == wanted:
-                    alone[each] = rest
-            results = run_cells("convnext_spatial", wanted, list(alone.values()))
-            self.found |= dict(zip(alone, results, strict=True))
+            nproc, check = (self.cells[name][option] for option in ("nproc", "check"))
+            alike = [each for each, cell in self.cells.items() if (cell["nproc"], cell["check"]) == (nproc, check)]
+            cells = [
+                {option: value for option, value in self.cells[each].items() if option != "nproc"} for each in alike
+            ]
+            self.found |= dict(zip(alike, run_cells("convnext_spatial", nproc, cells), strict=True))
         return self.found[name]
 
 
