@@ -15,7 +15,6 @@ EAGER_BUCKETS = TECHNIQUES + "test_the_eager_reducer_sends_one_bucket_and_from_t
 ROUNDED = TECHNIQUES + "test_gradients_are_rounded_to_the_type_that_they_travel_in"
 BUCKETS = "tests/test_ddp_compile.py::test_buckets_are_as_predicted_without_gradients_and_on_top_of_them"
 CONCAT, BACKWARD_ONLY = BUCKETS + "[512-1.6-concat-cpu-3]", BUCKETS + "[512-1.6-coalesced-backward_only-3]"
-RECORDED = "tests/test_ddp_compile.py::test_a_measured_run_records_buckets_times_and_the_program"
 FOUR_RANKS = "tests/test_two_dim.py::test_four_ranks_compute_what_one_device_computes"
 BY_AXIS = "tests/test_two_dim.py::test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share"
 COMPILED = "tests/test_two_dim.py::test_compiled_equals_eager_and_one_device"
@@ -278,11 +277,11 @@ MUTANTS = [
     ),
     Mutant(
         "S5 bucketing",
-        "buckets are looked for in the gradients of two steps",
-        PROGRAM,
-        "    lab.zero_grad()\n    with BucketRecorder() as wire:\n",
-        "    with BucketRecorder() as wire:\n",
-        RECORDED,
+        "a gradient that travels in 16 bits counts as 32",
+        "labkit/session/traffic.py",
+        "found[name] = count * flat.element_size()",
+        "found[name] = count * 4",
+        TECHNIQUES + "test_a_bucket_that_brings_something_else_is_an_error",
     ),
     Mutant(
         "S5 DDP_TP_Test",
