@@ -18,7 +18,6 @@ CONCAT, BACKWARD_ONLY = BUCKETS + "[512-1.6-concat-cpu-3]", BUCKETS + "[512-1.6-
 FOUR_RANKS = "tests/test_two_dim.py::test_four_ranks_compute_what_one_device_computes"
 BY_AXIS = "tests/test_two_dim.py::test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share"
 COMPILED = "tests/test_two_dim.py::test_compiled_equals_eager_and_one_device"
-SHARED = "tests/test_tensor_parallel.py::test_four_ranks_compute_what_one_device_computes"
 BETWEEN = "tests/test_tensor_parallel.py::test_what_lies_between_the_pairs_and_what_is_sent"
 
 MUTANTS = [
@@ -216,7 +215,7 @@ MUTANTS = [
         DDP,
         '"reorder_for_locality": False',
         '"reorder_for_locality": True',
-        CONCAT,
+        BUCKETS + "[2000-25.0-coalesced-cpu-3]",
     ),
     Mutant(
         "S5 bucketing",
@@ -382,11 +381,11 @@ MUTANTS = [
     ),
     Mutant(
         "S5 MLPStack.parallelize",
-        "the layer norm takes the sequence for whole",
+        "the layer norm cuts the samples, not the sequence",
         TP,
         'plan["norm"] = parallel.SequenceParallel(sequence_dim=1)',
         'plan["norm"] = parallel.SequenceParallel(sequence_dim=0)',
-        SHARED,
+        BETWEEN,
     ),
     Mutant(
         "S5 MLPStack.parallelize",
