@@ -264,7 +264,7 @@ MUTANTS = [
         DDP,
         'counters["inductor"].pop("ddp_buckets", 0)',
         'counters["inductor"].get("ddp_buckets", 0)',
-        CONCAT,
+        TECHNIQUES + "test_buckets_are_counted_since_the_last_call",
     ),
     Mutant(
         "S5 bucketing",
