@@ -1,6 +1,8 @@
 """labkit.models.convnext: shapes, values by hand, stochastic depth, starting weights. One process, no ranks."""
 
 import math
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -64,9 +66,10 @@ def test_the_papers_run_computes_the_gradient_of_its_images(monkeypatch):
         return train(config, lambda steps, **how: measure(1, **how), model, images, labels)
 
     monkeypatch.setattr(convnext_spatial, "train", watch)
-    for preset in ("paper", "small"):
-        small = {"batch": 2, "height": 16, "width": 16, "depths": (1, 1), "dims": (4, 8), "strategy": "plain"}
-        convnext_spatial.main(build_config(convnext_spatial.Config, {"preset": preset, **small}, 1))
+    small = {"batch": 2, "height": 16, "width": 16, "depths": (1, 1), "dims": (4, 8), "strategy": "plain"}
+    with mock.patch.dict(os.environ, LABKIT_DEVICE="cpu"):  # a session sets variables
+        for preset in ("paper", "small"):
+            convnext_spatial.main(build_config(convnext_spatial.Config, {"preset": preset, **small}, 1))
     assert [images.grad is not None for images in seen] == [True, False]
     assert seen[0].grad.any()
 

@@ -303,6 +303,11 @@ def test_communication_is_on_again_after_a_failure(ranks):
     assert ranks(2)(sync_after_failure) == [4 * 4 * 20] * 2
 
 
+def test_buckets_are_counted_since_the_last_call(monkeypatch):
+    monkeypatch.setitem(counters["inductor"], "ddp_buckets", 3)
+    assert [ddp.pop_bucket_count(), ddp.pop_bucket_count()] == [3, 0]
+
+
 def test_a_bucket_that_brings_something_else_is_an_error():
     gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
     assert match_gradients([torch.tensor([3.0, 1.0, 2.0])], dict(gradients), "bucket 0") == {"b": 4, "a": 8}

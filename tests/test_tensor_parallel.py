@@ -63,8 +63,8 @@ def test_a_width_that_ddp_does_not_cut_is_shared_by_tp_alone(four_ranks):
         apply_plain_tensor_parallel(LinearChain(5), four_ranks("data", "tp"))
 
 
-def on_both_axes(mesh, sequence_parallel):
-    model = apply_tensor_parallel(MLPStack(8), mesh, sequence_parallel=sequence_parallel)
+def on_both_axes(mesh, sequence_parallel, norm=False):
+    model = apply_tensor_parallel(MLPStack(8, norm), mesh, sequence_parallel=sequence_parallel)
     apply_fsdp2(model, mesh, block_types=model.block_types)
     return model
 
@@ -86,15 +86,16 @@ def test_a_rank_keeps_its_part_of_every_matrix(four_ranks):
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "between", "counts"),
+    ("sequence_parallel", "norm", "between", "counts"),
     [
-        # one all-gather an MLP is FSDP's own
-        (False, (2, 8, 8), {"all_gather": 3, "all_reduce": 3}),
-        (True, (2, 4, 8), {"all_gather": 3 + 3 + 1, "reduce_scatter": 3}),
+        # one all-gather an MLP is FSDP's own, and one the norm's
+        (False, False, (2, 8, 8), {"all_gather": 3, "all_reduce": 3}),
+        (True, False, (2, 4, 8), {"all_gather": 3 + 3 + 1, "reduce_scatter": 3}),
+        (True, True, (2, 4, 8), {"all_gather": 3 + 3 + 1 + 1, "reduce_scatter": 3}),
     ],
 )
-def test_what_lies_between_the_pairs_and_what_is_sent(four_ranks, sequence_parallel, between, counts):
-    model = on_both_axes(four_ranks("data", "tp"), sequence_parallel)
+def test_what_lies_between_the_pairs_and_what_is_sent(four_ranks, sequence_parallel, norm, between, counts):
+    model = on_both_axes(four_ranks("data", "tp"), sequence_parallel, norm)
     shapes = []
     for layer in model.layers:
         layer.register_forward_hook(lambda _, args, output: shapes.append(local(output).shape))

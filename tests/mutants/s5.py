@@ -15,11 +15,9 @@ EAGER_BUCKETS = TECHNIQUES + "test_the_eager_reducer_sends_one_bucket_and_from_t
 ROUNDED = TECHNIQUES + "test_gradients_are_rounded_to_the_type_that_they_travel_in"
 BUCKETS = "tests/test_ddp_compile.py::test_buckets_are_as_predicted_without_gradients_and_on_top_of_them"
 CONCAT, BACKWARD_ONLY = BUCKETS + "[512-1.6-concat-cpu-3]", BUCKETS + "[512-1.6-coalesced-backward_only-3]"
-RECORDED = "tests/test_ddp_compile.py::test_a_measured_run_records_buckets_times_and_the_program"
 FOUR_RANKS = "tests/test_two_dim.py::test_four_ranks_compute_what_one_device_computes"
 BY_AXIS = "tests/test_two_dim.py::test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share"
 COMPILED = "tests/test_two_dim.py::test_compiled_equals_eager_and_one_device"
-SHARED = "tests/test_tensor_parallel.py::test_four_ranks_compute_what_one_device_computes"
 BETWEEN = "tests/test_tensor_parallel.py::test_what_lies_between_the_pairs_and_what_is_sent"
 
 MUTANTS = [
@@ -217,7 +215,7 @@ MUTANTS = [
         DDP,
         '"reorder_for_locality": False',
         '"reorder_for_locality": True',
-        CONCAT,
+        BUCKETS + "[2000-25.0-coalesced-cpu-3]",
     ),
     Mutant(
         "S5 bucketing",
@@ -266,7 +264,7 @@ MUTANTS = [
         DDP,
         'counters["inductor"].pop("ddp_buckets", 0)',
         'counters["inductor"].get("ddp_buckets", 0)',
-        CONCAT,
+        TECHNIQUES + "test_buckets_are_counted_since_the_last_call",
     ),
     Mutant(
         "S5 bucketing",
@@ -278,11 +276,11 @@ MUTANTS = [
     ),
     Mutant(
         "S5 bucketing",
-        "buckets are looked for in the gradients of two steps",
-        PROGRAM,
-        "    lab.zero_grad()\n    with BucketRecorder() as wire:\n",
-        "    with BucketRecorder() as wire:\n",
-        RECORDED,
+        "a gradient that travels in 16 bits counts as 32",
+        "labkit/session/traffic.py",
+        "found[name] = count * flat.element_size()",
+        "found[name] = count * 4",
+        TECHNIQUES + "test_a_bucket_that_brings_something_else_is_an_error",
     ),
     Mutant(
         "S5 DDP_TP_Test",
@@ -383,11 +381,11 @@ MUTANTS = [
     ),
     Mutant(
         "S5 MLPStack.parallelize",
-        "the layer norm takes the sequence for whole",
+        "the layer norm cuts the samples, not the sequence",
         TP,
         'plan["norm"] = parallel.SequenceParallel(sequence_dim=1)',
         'plan["norm"] = parallel.SequenceParallel(sequence_dim=0)',
-        SHARED,
+        BETWEEN,
     ),
     Mutant(
         "S5 MLPStack.parallelize",
