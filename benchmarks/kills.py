@@ -1,17 +1,18 @@
-"""Does anything stay behind when a process of labkit is killed at a random moment?
+"""Is anything left of runs that are killed at random moments, and does a killed compile spoil the next run?
 
-    python benchmarks/kills.py                        # 100 kills and 20 compiles that are cut off: a quarter of an hour
-    python benchmarks/kills.py --kills 10 --compiles 2
+    python benchmarks/kills.py --kills 100 --compiles 20     # as for a release, on a quiet machine
+    python benchmarks/kills.py --kills 3 --compiles 2        # a look
 
-Each kill starts a process that does what a notebook does, a run of one of ``WORK``, and after a random time ends one
-process by SIGKILL: the notebook's, the warm parent, torchrun or a rank. Five seconds later none of them may be alive,
-and after the next start no folder and no network of a killed process may be left. A compile is cut off while inductor
-writes its library; the run after it has to compile anew. Prints a line for each, and last one JSON object.
+A process like a notebook starts a run: with cold ranks or warm ones, simulated, or on two hosts of this machine. At a
+random moment this kills (SIGKILL) that process, or one of those that it started. Processes of all of them carry the
+variable LABKIT_KILLS, except where they run on hosts. ``late`` counts runs of which some process was there 5 s later;
+``left`` lists network namespaces and folders in the place for temporary files that the kills have left, once another
+start of hosts has cleaned up. Of a compile the ranks are killed; ``spoilt`` counts those after which the next run of
+the same program fails. Prints a line for what went wrong, and last one JSON object.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -19,176 +20,145 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import tyro
 
-from labkit.environment import ENV_PROGRESS, ENV_RUN_FOLDER, ENV_RUNS_FOLDER
-from labkit_cluster.local_hosts import start_local_hosts
+import labkit
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUN_FOLDER, ENV_RUNS_FOLDER, ENV_WARM
+from labkit.runs import private_files
+from labkit_cluster.local_hosts import NAMESPACE_PREFIX, start_local_hosts
 
 GONE_WITHIN_S = 5.0
-COMPILE = "labkit.run('ddp_compile', nproc=2, device='cpu', mode='compiled', dim=40, steps=1, timeout_s=120)"
-SHIFT = """
-import torch, torch.distributed as dist
-from labkit.checks import collectives
-def shift(mine, rank, ranks):
-    arrived = torch.empty_like(mine)
-    for work in [dist.isend(mine, (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]:
-        work.wait()
-    return arrived
-collectives.shift(shift)
-"""
-HOSTS = """
+TAG = "LABKIT_KILLS"
+MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
+ON_HOSTS = f"""
 from labkit_cluster.local_hosts import start_local_hosts
 with start_local_hosts(2) as hosts:
-    labkit.run('fsdp_wrap', nproc=1, hosts=hosts, device='cpu', steps=300)
+    labkit.run({str(MISBEHAVE)!r}, nproc=1, hosts=hosts)
 """
-WORK = {
-    "warm": "for _ in range(3): labkit.run('fsdp_wrap', nproc=2, device='cpu', steps=100)",
-    "cold": "labkit.run('fsdp_wrap', nproc=2, device='cpu', steps=100, warm=False)",
-    "two hosts": HOSTS,
-    "simulation": "labkit.simulate('fsdp_wrap', world_size=64)",
-    "check": SHIFT,
-    "compile": COMPILE,
+CHECK = """
+from labkit.checks import collectives
+def shift(mine, rank, ranks):
+    return mine
+for _ in range(10):
+    collectives.shift(shift)
+"""
+# What is run, and whether from a warm parent.
+KINDS = {
+    "check": (CHECK, "1"),
+    "cold": (f"labkit.run({str(MISBEHAVE)!r}, group=True)", "0"),
+    "warm": (f"labkit.run({str(MISBEHAVE)!r}, group=True)", "1"),
+    "simulated": ("labkit.simulate('decoder', world_size=64, rank=[0, 1])", "1"),
+    "hosts": (ON_HOSTS, "0"),
 }
+COMPILES = """
+import torch
+print(torch.compile(lambda x: ({number} * x).sin() + x.exp().sum())(torch.ones(100)).shape)
+"""
 
 
 @dataclass
 class Options:
     kills: int = 100
-    """Processes that are killed."""
+    """Runs of which one process is killed."""
     compiles: int = 20
-    """Compiles that are cut off."""
+    """Compiles of which the ranks are killed."""
+    longest_s: float = 8.0
+    """The latest moment of a kill, after the start."""
     seed: int = 0
-    """Of the moments and of who is killed."""
+    """Of the random moments and targets."""
 
 
-def start(code: str, place: Path) -> subprocess.Popen[bytes]:
-    """Start a process that does what a notebook does, with runs and temporary files in this folder."""
-    (place / "tmp").mkdir(exist_ok=True)
-    own = {ENV_RUNS_FOLDER: str(place / "runs"), "TMPDIR": str(place / "tmp"), ENV_PROGRESS: "off", "LABKIT_QUEUE": "0"}
-    command = [sys.executable, "-c", f"import labkit\n{code}"]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, env=os.environ | own, stdout=quiet, stderr=quiet, start_new_session=True)
-
-
-def family(parent: int) -> list[psutil.Process]:
-    """The process and all that it started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(parent)
-        return [root, *root.children(recursive=True)]
-    return []
-
-
-def is_alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def of_runs(place: Path) -> list[psutil.Process]:
-    """Processes of runs in this folder, whoever started them."""
+def tagged(tag: str) -> list[psutil.Process]:
+    """The living processes that were started with this tag."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if str(place) in process.environ().get(ENV_RUN_FOLDER, "") and is_alive(process):
-                found.append(process)
+    for each in psutil.process_iter():
+        try:
+            if each.environ().get(TAG) == tag and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+        except (psutil.Error, OSError):
+            continue
     return found
 
 
-def kill_one(name: str, place: Path, draw: random.Random) -> str:
-    """Kill one process of this work at a random moment; what is left after five seconds, or ""."""
-    notebook = start(WORK[name], place)
-    end = time.monotonic() + draw.uniform(0.5, 8.0)
-    seen: dict[int, psutil.Process] = {}
-    while time.monotonic() < end and notebook.poll() is None:
-        seen |= {each.pid: each for each in family(notebook.pid)}
-        time.sleep(0.05)
-    alive = [each for each in seen.values() if is_alive(each)]
-    victim = draw.choice(alive) if alive else None
-    if victim:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            seen |= {each.pid: each for each in family(notebook.pid)}
-            victim.kill()
-    if victim and victim.pid != notebook.pid:
-        # The notebook sees a failure or goes on; it ends as a learner's restarted kernel does.
-        time.sleep(draw.uniform(0, 1))
-        notebook.kill()
-    notebook.wait()
+def gone(condition: Callable[[], object]) -> bool:
+    """Whether the condition ends within the limit."""
     give_up = time.monotonic() + GONE_WITHIN_S
-    while left := [each for each in seen.values() if is_alive(each)] + of_runs(place):
+    while condition():
         if time.monotonic() > give_up:
-            return f"{len(left)} processes: {[' '.join(each.cmdline())[-60:] for each in left][:3]}"
+            return False
         time.sleep(0.05)
-    return folders_left(place / "tmp")
+    return True
 
 
-def folders_left(place: Path) -> str:
-    """Temporary folders that are there after the next start, or ""."""
-    for folder in place.glob("labkit_temporary*/*"):
-        os.utime(folder, (0, 0))  # as if some time had gone by
-    code = "from labkit.runs import private_files\nwith private_files.temporary_folder(): pass"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(place)}, check=True)
-    left = [str(folder) for folder in place.glob("labkit_temporary*/*")]
-    return f"folders {left}" if left else ""
-
-
-def cut_off_a_compile(place: Path, draw: random.Random) -> str:
-    """Kill a run while it compiles; what goes wrong in the run after it, or ""."""
-    cache = place / "tmp"
-    before = set(cache.rglob("*.so"))
-    notebook = start(COMPILE, place)
-    give_up = time.monotonic() + 60
-    while not set(cache.rglob("*.cpp")) and notebook.poll() is None and time.monotonic() < give_up:
-        time.sleep(0.02)
-    time.sleep(draw.uniform(0, 2.0))
-    for each in family(notebook.pid)[::-1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+def kill_at_random(kind: str, index: int, longest_s: float) -> bool:
+    """Kill a process of one run; whether all of them were gone in time."""
+    code, warm = KINDS[kind]
+    tag = f"{os.getpid()}-{index}"
+    how = [sys.executable, "-c", f"import labkit\n{code}"]
+    notebook = subprocess.Popen(how, env=os.environ | {TAG: tag, ENV_WARM: warm}, stderr=subprocess.DEVNULL)
+    time.sleep(random.uniform(0, longest_s))
+    target = random.choice([notebook.pid, *(each.pid for each in tagged(tag))])
+    psutil.Process(target).kill()
+    # A run that loses another process ends by itself and says so; its notebook has nothing more to do.
+    in_time = target == notebook.pid or gone(lambda: notebook.poll() is None)
+    notebook.kill()
     notebook.wait()
-    # What a compiler leaves that was stopped half way through its last write.
-    for library in set(cache.rglob("*.so")) - before:
-        with library.open("r+b") as file:
-            file.truncate(draw.choice([0, 100, library.stat().st_size // 2]))
-    again = start(COMPILE, place)
+    in_time &= gone(lambda: tagged(tag))
+    if not in_time:
+        print(f"{kind}: process {target} killed, left: {[each.cmdline() for each in tagged(tag)]}", flush=True)
+        for each in tagged(tag):
+            each.kill()
+    return in_time
+
+
+def leftovers() -> set[str]:
+    """Network namespaces of labkit, and its folders among the temporary files."""
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split()
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("labkit[-_]*/*")}
+    return folders | {name for name in names if name.startswith(NAMESPACE_PREFIX)}
+
+
+def is_compile_spoilt(folder: Path, number: int) -> bool:
+    """Kill a compile at a random moment; whether the next run of the same program fails."""
+    program = folder / f"compiles_{number}.py"
+    program.write_text(COMPILES.format(number=number + 2))
+    how = [sys.executable, "-c", f"import labkit\nlabkit.run({str(program)!r}, nproc=1)"]
+    with subprocess.Popen(how, stderr=subprocess.DEVNULL) as notebook:
+        compilers: list[psutil.Process] = []
+        while not compilers and notebook.poll() is None:
+            children = psutil.Process(notebook.pid).children(recursive=True)
+            compilers = [each for each in children if each.name() in ("cc1plus", "as", "ld", "collect2")]
+        time.sleep(random.choice([0, random.uniform(0, 3)]))
+        notebook.kill()
     try:
-        return "" if again.wait(timeout=240) == 0 else f"the next run failed with status {again.returncode}"
-    except subprocess.TimeoutExpired:
-        again.kill()
-        return "the next run did not end"
-
-
-def networks() -> set[str]:
-    with contextlib.suppress(OSError):
-        return set(subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split())
-    return set()
+        labkit.run(program, nproc=1)
+    except labkit.LabError as error:
+        print(error, flush=True)
+        return True
+    return False
 
 
 def main(options: Options) -> None:
-    draw, wrong = random.Random(options.seed), list[str]()
-    seen: Counter[str] = Counter()
-    networks_before = networks()
-    for number in range(options.kills):
-        name = list(WORK)[number % len(WORK)]
-        with tempfile.TemporaryDirectory() as folder:
-            left = kill_one(name, Path(folder), draw)
-        seen[name] += 1
-        wrong += [f"{name}: {left}"] if left else []
-        print(f"kill {number + 1}, {name}: {left or 'nothing left'}", flush=True)
-    with start_local_hosts(2):
-        pass
-    stale = networks() - networks_before
-    wrong += [f"networks {sorted(stale)}"] if stale else []
-    for number in range(options.compiles):
-        with tempfile.TemporaryDirectory() as folder:
-            problem = cut_off_a_compile(Path(folder), draw)
-        wrong += [f"compile: {problem}"] if problem else []
-        print(f"compile {number + 1}: {problem or 'compiled anew'}", flush=True)
-    report = {"bench": "kills", "kills": dict(seen), "compiles": options.compiles, "wrong": wrong, "ok": not wrong}
-    print(json.dumps(report))
+    random.seed(options.seed)
+    os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0"}
+    os.environ.pop(ENV_RUN_FOLDER, None)
+    with tempfile.TemporaryDirectory(prefix="kills_") as name:
+        os.environ[ENV_RUNS_FOLDER] = f"{name}/runs"
+        before = leftovers()
+        kinds = [random.choice(list(KINDS)) for _ in range(options.kills)]
+        late = sum(not kill_at_random(kind, index, options.longest_s) for index, kind in enumerate(kinds))
+        time.sleep(private_files.TEMPORARY_AGE_S)
+        with start_local_hosts(1), private_files.temporary_folder():
+            pass
+        left = sorted(leftovers() - before)
+        spoilt = sum(is_compile_spoilt(Path(name), number) for number in range(options.compiles))
+    said = {"bench": "kills", **vars(options), "late": late, "left": left, "spoilt": spoilt}
+    print(json.dumps(said | {"ok": not (late or left or spoilt)}))
 
 
 if __name__ == "__main__":

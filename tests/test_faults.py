@@ -22,9 +22,10 @@ from fixture_processes import wait_for
 
 import labkit
 from labkit.errors import LabError, RankFailed, RecordError
-from labkit.launcher import process, resource_limits
+from labkit.launcher import failure, process, resource_limits
 from labkit.launcher.progress import TextDisplay
 from labkit.runs import history
+from labkit.runs.folder import RunFolder, write_json
 from labkit.runs.records import RecordWriter, record_path
 
 TESTS = Path(__file__).resolve().parent
@@ -162,6 +163,21 @@ def test_a_shortage_is_known_by_its_words(text, says):
     found = resource_limits.shortage_fix(text)
     assert says in found
     assert bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("", "the rank left without an exception or a word: does its program .* close descriptors"),
+        ("OSError: [Errno 24] Too many open files", r"the rank left without an exception\nno more files .* `ulimit -n"),
+    ],
+)
+def test_a_rank_that_could_not_tell_its_exception(tmp_path, output, says):
+    """As after os.closerange, which closes its output, or with a limit of no files."""
+    folder = RunFolder(tmp_path)
+    write_json(folder.exit_json(), {"failures": [{"rank": 0, "exitcode": 1, "time": 0}]})
+    folder.log(0).write_text(output)
+    assert re.match(says, failure.first_failure(folder, 1).message)
 
 
 def test_a_rank_that_is_out_of_memory_says_what_helps(tmp_path):

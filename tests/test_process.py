@@ -272,6 +272,8 @@ def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("PET_NNODES", "3")  # an option of torchrun, as Kubeflow sets it
+    monkeypatch.setenv("LABKIT_SIMULATED", "junk")
+    monkeypatch.setenv("LABKIT_PROCESS_RANKS", "junk")
     folder = process.RunFolder(tmp_path)
     environment = process.rank_environment(folder, 3, "cuda")
     assert environment["OMP_NUM_THREADS"] == "2"
@@ -279,7 +281,8 @@ def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
     assert environment["LABKIT_DEVICE"] == "cuda"
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == process.loopback_interface()
     assert environment["PYTHONPATH"] == f"{Path(labkit.__file__).parents[1]}:/somewhere"
-    assert not {"MPLBACKEND", "PET_NNODES"} & environment.keys()
+    outer = {"MPLBACKEND", "PET_NNODES", "LABKIT_SIMULATED", "LABKIT_PROCESS_RANKS"}
+    assert not outer & environment.keys()
 
 
 def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -321,3 +322,35 @@ def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(e
             assert is_alive(int(parent))
             kernel.send_signal(signal.SIGKILL)
     wait_for(lambda: not is_alive(int(parent)), 5)
+
+
+IMPORTS_FOREVER = """
+from labkit.launcher import fork_server
+fork_server.MODULES_TO_PRELOAD = ("imports_forever",)
+fork_server.main()
+"""
+FOREVER = """
+import os, time
+with open(os.environ["BEGUN"], "w") as file:
+    file.write(str(os.getpid()))
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_server_that_still_imports_ends_with_its_notebook(tmp_path):
+    begun, path = tmp_path / "begun", [str(tmp_path), str(Path(labkit.__file__).parents[1])]
+    (tmp_path / "imports_forever.py").write_text(FOREVER)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "BEGUN": str(begun)}
+    env["LABKIT_RUN_FOLDER"] = "." * warm_start.MAX_PATH_BYTES
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = [sys.executable, "-c", IMPORTS_FOREVER, str(theirs.fileno())]
+        words = ["sh", "-c", '"$@" & wait', "notebook", *server]
+        notebook = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=env)
+        try:
+            pid = int(wait_for(lambda: begun.exists() and begun.read_text(), 20))
+        finally:
+            notebook.kill()
+            notebook.wait()
+        wait_for(lambda: not is_alive(pid), 5)

@@ -26,6 +26,10 @@ LOG_TAIL_LINES = 30
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "AttributeError")
 TORCHRUN = -1  # in place of a rank
 MAX_OUTPUT_LINES = 100_000
+SILENCE_MEANING = (
+    " or a word: does its program call os._exit, or close descriptors that it has not opened, its"
+    " output among them (os.closerange)?"
+)
 SIGNAL_MEANINGS = {
     "SIGKILL": "killed from outside (kill -9, or the system ran out of memory)",
     "SIGSEGV": "crashed in native code (segmentation fault)",
@@ -111,6 +115,8 @@ def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFaile
     else:
         log, stack = folder.log(rank), process.read_stack(folder, rank)
         silent = "the rank left without an exception"
+        if not read_tail(log).strip():
+            silent += SILENCE_MEANING
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     fix = shortage_fix(read_tail(log) + stack)
     if any(f"{kind}:" in stack for kind in IMPORT_ERRORS) and (hiding := ranks_hiding_files()):

@@ -14,8 +14,10 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from labkit.environment import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
@@ -49,11 +51,12 @@ def main() -> None:
     os.register_at_fork(after_in_child=control.close)
     path = list(sys.path)
     torchrun.hide_gpus()
-    for name in (*MODULES_TO_PRELOAD, *list_program_modules()):
-        pause_when_asked(control)
-        # A broken module is reported by the ranks that import it.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    with leave_with_notebook(os.getppid()):
+        for name in (*MODULES_TO_PRELOAD, *list_program_modules()):
+            pause_when_asked(control)
+            # A broken module is reported by the ranks that import it.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     # torchrun builds parts of its parser on first use.
     sys.modules["torch.distributed.run"].get_args_parser()
     # setuptools adds a folder of its own.
@@ -63,6 +66,25 @@ def main() -> None:
     gc.freeze()
     control.sendall(READY)
     serve_forks(control, os.getppid())
+
+
+@contextlib.contextmanager
+def leave_with_notebook(notebook: int) -> Iterator[None]:
+    """Exit once the notebook's process is gone, also in the middle of an import, which is long."""
+
+    def exit_if_gone(*unused: Any) -> None:
+        if os.getppid() != notebook:
+            os._exit(1)
+
+    # A thread that looks would make forks unsafe.
+    signal.signal(signal.SIGALRM, exit_if_gone)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, WATCH_PERIOD_S, WATCH_PERIOD_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def list_program_modules() -> list[str]:
