@@ -68,8 +68,8 @@ require(
     multiple_of=1 << (RANKS.bit_length() - 1),
     because="section 8 doubles from 8 GPUs up to it, eleven times at most",
 )
-texts = "a shorter text is no load for such a model, section 7 cuts it over 8 ranks, and of 70 billion parameters no longer one fits"
-require("SEQUENCE", SEQUENCE, at_least=128, at_most=8192, multiple_of=8, because=texts)
+lengths = "a shorter text is no load, section 7 cuts it over 8 ranks, and section 4 fits no longer one"
+require("SEQUENCE", SEQUENCE, at_least=128, at_most=8192, multiple_of=8, because=lengths)
 require("PRICE", PRICE, float, above=0, because="the plots divide by it")
 
 TOLD = (RANKS, SEQUENCE) == (1024, 2048)  # the values that the text speaks of
