@@ -26,7 +26,7 @@ lab: $(INSTALLED) ## open JupyterLab on lab 0 of your own copies in my/; LAB=02_
 update: $(INSTALLED) ## after a git pull: bring what is new in the labs into your copies; what you wrote stays
 	@$(RUN) labkit update
 
-reset: $(INSTALLED) ## a fresh copy of one lab, LAB=02_fsdp_wrapping; yours is kept beside it
+reset: $(INSTALLED) ## a fresh copy of one lab, LAB=02_fsdp_wrapping; yours is kept in my/earlier/
 	@test "$(origin LAB)" != file || { echo "Say which lab: make reset LAB=02_fsdp_wrapping" >&2; exit 2; }
 	@$(RUN) labkit reset $(LAB)
 

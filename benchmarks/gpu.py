@@ -1,219 +1,269 @@
-"""What the labs' programs do on this machine's GPUs: are they right there, how fast, in how much memory?
+"""What do the labs' programs do on this machine's GPUs: are they right there, how fast, in how much memory?
 
-    python benchmarks/gpu.py                                                   # any number of GPUs, at most 8 minutes
-    python benchmarks/gpu.py --device cpu --preset small --folder /tmp/trial   # the same paths, without a GPU
+    python benchmarks/gpu.py                                          # at most 8 minutes, whatever the number of GPUs
+    python benchmarks/gpu.py --device cpu --preset small --folder /tmp/trial     # the same experiments without a GPU
+    python benchmarks/gpu.py --page results/nvidia-h100-2026-11-25    # a page and a figure of a folder of results
 
-It needs torch and labkit's core, and nothing of Jupyter. Every program of the labs runs its parity check on CUDA and
-then its sizes of the preset, on as many ranks as there are GPUs, up to four; on one GPU those that can do with one
-rank. Writes <folder>/<device>-<date>.json and a figure of the same name, prints a table, and last one JSON object. What
-could not be run is in the file, with its reason.
+It needs torch 2.11 or newer, numpy, pandas, matplotlib and psutil, and a copy of this repository: no installation, no
+Jupyter, no tyro. Each experiment is a run with a limit of its own, and its result is on disk as soon as it has ended: a
+run that hangs, or a machine that is taken away, costs no other result. What could not be run is written down with its
+reason.
+
+One GPU: several ranks share it over NCCL (LABKIT_SHARE_GPUS=1), which shows whether the techniques are right, not how
+fast they are. Two GPUs or more: a rank on each. The order is that of their worth: what is asked first is known first.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
-import tempfile
+import platform
+import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import tyro
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-import labkit
-from labkit.environment import ENV_PROGRESS, ENV_RUNS_FOLDER
-from labkit.models import catalog
-from labkit.theory import fsdp, sizes, spatial, two_dim
+import labkit  # noqa: E402  (found beside this file)
+from labkit import doctor  # noqa: E402
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER, ENV_SHARE_GPUS  # noqa: E402
 
-MOST_RANKS = 4
+LIMIT_S = 480.0
+MISBEHAVE = ROOT / "tests" / "programs" / "misbehave.py"
+VALUES = ("compared", "max_rel_error", "step_ms", "forward_ms", "backward_ms")
 MEMORY = ("max_allocated", "max_reserved", "peak_total", "end_parameter", "end_optstate")
+KEPT_FILES = ("run.json", "session.json", "verdict.json", "rank_00000.jsonl", "rank_00000.trace.json.gz")
 
 
 @dataclass
-class Options:
-    preset: Literal["small", "paper"] = "paper"
-    """Sizes of what is measured; parity checks are small in any case."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """cpu tries the paths on a machine without a GPU."""
-    ranks: int = 0
-    """Ranks of each run; 0 for as many as there are GPUs, at most 4."""
-    limit_s: float = 480
-    """No run begins after this many seconds, and none lasts longer."""
-    folder: Path = Path(__file__).resolve().parents[1] / "results"
-    """Where the JSON and the figure go."""
+class Experiment:
+    """One run: what it answers, of which program, on how many ranks, with which parameters."""
+
+    question: str
+    program: str | Path
+    ranks: int = 1
+    params: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = 60.0
+    device: str = ""
+    """Another device than the others'."""
+    environment: dict[str, str] = field(default_factory=dict)
+    expected: str = ""
+    """The name of the error in which it must end."""
+    warm: bool = True
 
 
-@dataclass
-class Job:
-    """One run: what for, of which program, with which parameters, and what theory says of it."""
-
-    lab: str
-    program: str
-    params: dict[str, Any]
-    least_ranks: int = 1
-    theory: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def checks(self) -> bool:
-        return "check" in self.params
+def parity(program: str, **params: Any) -> dict[str, Any]:
+    return {"program": program, "params": {"check": "parity"} | params}
 
 
-def jobs(preset: str, ranks: int) -> list[Job]:
-    """All runs for this many ranks, the checks first: what is fast but wrong is of no use."""
+def launches() -> Iterator[Experiment]:
+    """Are ranks forked on this machine? Then a run takes a tenth of a second to start."""
+    for warm in (True, True, True, False, False, False):
+        yield Experiment("launch", "all_reduce", 2, {"repeats": 1, "message_bytes": (1024,)}, device="cpu", warm=warm)
+
+
+def one_rank() -> Iterator[Experiment]:
+    """Is one GPU right by itself?"""
+    for model in ("toy", "transformer"):
+        for precision in ("fp32", "bf16", "autocast"):
+            yield Experiment("one rank", **parity("fsdp_matrix", model=model, precision=precision))
+    for options in ({"fsdp": 1}, {"offload": True}, {"compile": True}, {"fsdp": 1, "offload": True}):
+        yield Experiment("one rank", **parity("fsdp_matrix", model="toy", **options))
+    yield Experiment("one rank", **parity("decoder"))
+
+
+def several_ranks(ranks: int) -> Iterator[Experiment]:
+    """Are the techniques right over NCCL?"""
     tp = 2 if ranks % 2 == 0 else 1
-    wide: dict[str, Any] = {"preset": preset}
-    parity: list[Job] = [
-        Job("spatial", "convnext_spatial", {"check": "parity", "width": 64 * max(ranks, 2)}, least_ranks=2),
-        *(Job("fsdp", "fsdp_wrap", {"check": "parity", "model": model}) for model in ("toy", "transformer", "moe")),
-        Job("extensions", "allgather_extensions", {"check": "parity"}, least_ranks=2),
-        Job("extensions", "allgather_extensions", {"check": "wire"}, least_ranks=2),
-        Job("ddp", "ddp_compile", {"check": "parity", "dim": 256}),
-        Job("two_dim", "two_dim", {"check": "parity", "tp": tp, "compile": False}, least_ranks=2),
-        Job("two_dim", "decoder", {"check": "parity", "tp": tp, "seq": tp > 1}, least_ranks=2),
-    ]
-    plain = Job("spatial", "convnext_spatial", wide | {"strategy": "plain"}) if ranks == 1 else None
-    measured = [
-        plain or Job("spatial", "convnext_spatial", wide | {"strategy": "local"}, theory=_spatial(preset, ranks)),
-        Job("fsdp", "fsdp_wrap", wide | {"wrap": "root" if ranks == 1 else "block"}, theory=_toy(preset, ranks)),
-        Job("extensions", "allgather_extensions", {"extension": "bf16", "dim": 1024}, least_ranks=2),
-        Job("ddp", "ddp_compile", {"mode": "ddp"}),
-        Job("ddp", "ddp_compile", {"mode": "compiled"}),
-        Job("two_dim", "two_dim", wide | {"tp": tp}, least_ranks=2, theory=_two_dim(preset, ranks, tp)),
-    ]
-    return parity + measured
+    yield Experiment("collectives", "all_reduce", ranks)
+    yield Experiment("parity", ranks=ranks, **parity("convnext_spatial", width=64 * ranks))
+    tf32 = {"NVIDIA_TF32_OVERRIDE": "1"}
+    yield Experiment("parity under TF32", ranks=ranks, environment=tf32, **parity("convnext_spatial", width=64 * ranks))
+    for model in ("toy", "transformer", "moe"):
+        yield Experiment("parity", ranks=ranks, **parity("fsdp_matrix", model=model))
+    if ranks > 2 and ranks % 2 == 0:
+        yield Experiment("parity", ranks=ranks, **parity("fsdp_matrix", hybrid=2))
+    yield Experiment("parity", ranks=ranks, **parity("allgather_extensions"))
+    yield Experiment("bytes", "allgather_extensions", ranks, {"check": "wire"})
+    yield Experiment("parity", ranks=ranks, **parity("ddp_compile", dim=256), limit_s=120)
+    yield Experiment("parity", ranks=ranks, **parity("two_dim", tp=tp, compile=False))
+    yield Experiment("parity", ranks=ranks, **parity("decoder", tp=tp, seq=tp > 1))
+    yield Experiment("time line", "fsdp_wrap", ranks, {"timeline": True, "model": "mlp_stack"})
 
 
-def _spatial(preset: str, ranks: int) -> dict[str, float]:
-    config = labkit_config("convnext_spatial", preset)
-    parameters = spatial.convnext_parameters(config.depths, config.dims, config.num_classes)
-    return {"end_parameter_bytes": 4.0 * parameters, "end_optstate_bytes": 8.0 * parameters}
+def failures(ranks: int) -> Iterator[Experiment]:
+    """Is the cause of a failure told, and how soon?"""
+    for how, expected in (("raise", "RankFailed"), ("kill", "RankFailed"), ("wait", "RunTimedOut")):
+        params = {"how": how, "group": True}
+        yield Experiment("failure", MISBEHAVE, ranks, params, limit_s=15 if how == "wait" else 60, expected=expected)
 
 
-def _toy(preset: str, ranks: int) -> dict[str, float]:
-    config = labkit_config("fsdp_wrap", preset)
-    wrap, small = "root" if ranks == 1 else "block", catalog.MODELS["toy"].sizes
-    layers = fsdp.toy_layers(wrap, config.hidden or small["hidden"], config.narrow or small["narrow"])
-    kept = fsdp.resident_bytes(layers, ranks)
-    return {name: float(size) for name, size in kept.items() if name in ("end_parameter_bytes", "end_optstate_bytes")}
+def memory() -> Iterator[Experiment]:
+    """What do the tracker and the allocator say of the same step?"""
+    for model in ("toy", "transformer", "mlp_stack"):
+        yield Experiment("memory", "fsdp_wrap", 1, {"model": model, "steps": 2})
+    yield Experiment("memory", "decoder", 1, {"steps": 2})
 
 
-def _two_dim(preset: str, ranks: int, tp: int) -> dict[str, float]:
-    config = labkit_config("two_dim", preset)
-    kept = two_dim.mesh_resident_bytes(two_dim.mlp_pairs(config.dim), data=ranks // tp, tp=tp)
-    return {name: float(size) for name, size in kept.items() if name in ("end_parameter_bytes", "end_optstate_bytes")}
+def measured(preset: str, ranks: int) -> Iterator[Experiment]:
+    """How long do steps take, with the sizes of the preset?"""
+    tp = 2 if ranks % 2 == 0 else 1
+    strategy = "plain" if ranks == 1 else "local"
+    yield Experiment("measured", "ddp_compile", ranks, {"mode": "compiled"}, limit_s=120)
+    yield Experiment("measured", "ddp_compile", ranks, {"mode": "ddp"})
+    yield Experiment("measured", "convnext_spatial", ranks, {"preset": preset, "strategy": strategy}, limit_s=90)
+    yield Experiment("measured", "fsdp_wrap", ranks, {"preset": preset}, limit_s=90)
+    if ranks > 1:
+        for extension in ("fp32", "bf16", "int8"):
+            yield Experiment("measured", "allgather_extensions", ranks, {"extension": extension, "dim": 1024})
+        yield Experiment("measured", "two_dim", ranks, {"preset": preset, "tp": tp})
+        for bucket_mb in (0.1, 1, 5, 25, 100):
+            yield Experiment("buckets", "ddp_compile", ranks, {"mode": "ddp", "bucket_mb": bucket_mb})
 
 
-def labkit_config(program: str, preset: str) -> Any:
-    """A program's Config with a preset's values."""
-    from labkit import config
-    from labkit.launcher.run import find_program
+def experiments(gpus: int, preset: str) -> list[Experiment]:
+    """All experiments for so many GPUs, the most valuable first; without one, those of two."""
+    share = {ENV_SHARE_GPUS: "1"}
+    if gpus == 1:
+        groups = [several_ranks(2), failures(2)]
+        four = Experiment("parity", ranks=4, environment=share, **parity("allgather_extensions"))
+        shared = [each for group in groups for each in group]
+        for each in shared:
+            each.environment |= share
+        return [*launches(), *one_rank(), *shared, four, *memory(), *measured(preset, 1)]
+    sizes = [ranks for ranks in (2, 4, 8) if ranks <= max(gpus, 2)]
+    right = [each for ranks in sizes for each in several_ranks(ranks)]
+    return [*launches(), *right, *failures(2), *one_rank(), *memory(), *measured(preset, sizes[-1])]
 
-    found = config.read_config(find_program(program)[0])
-    assert found is not None
-    return config.build_config(found, {"preset": preset})
 
-
-def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
-    """Run a job; what came of it, as a row of the result."""
-    row: dict[str, Any] = {"lab": job.lab, "program": job.program, "params": job.params, "ranks": ranks}
-    if ranks < job.least_ranks:
-        return row | {"skipped": f"takes {job.least_ranks} ranks or more, and there are {ranks}"}
+def run(experiment: Experiment, device: str, left_s: float, folder: Path) -> dict[str, Any]:
+    """Run an experiment; what came of it, as a row. What it recorded is kept in the folder."""
+    params = {name: list(value) if isinstance(value, tuple) else value for name, value in experiment.params.items()}
+    row: dict[str, Any] = {"question": experiment.question, "program": Path(experiment.program).stem}
+    row |= {"ranks": experiment.ranks, "params": params, "environment": experiment.environment}
+    limit_s = min(experiment.limit_s, left_s)
     if limit_s < 10:
         return row | {"skipped": "the time was over"}
-    begun = time.perf_counter()
+    begun, before = time.perf_counter(), dict(os.environ)
+    os.environ |= experiment.environment
+    where: dict[str, Any] = {"device": experiment.device or device, "warm": experiment.warm, "timeout_s": limit_s}
     try:
-        result = labkit.run(job.program, nproc=ranks, device=device, timeout_s=limit_s, **job.params)
+        result = labkit.run(experiment.program, nproc=experiment.ranks, **where, **experiment.params)
     except labkit.LabError as error:
-        return row | {"ok": False, "error": str(error)[:2000], "seconds": round(time.perf_counter() - begun, 1)}
-    row |= {"ok": True, "seconds": round(time.perf_counter() - begun, 1), "backend": result.session["backend"]}
-    values = result._value_by_name
-    if job.checks:
-        names = ("compared", "max_rel_error")
-        return row | {name: values[name] for name in names if name in values}
-    steps = {
-        name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")
-    }
-    memory = {f"{name}_bytes": values[f"{name}_bytes"] for name in MEMORY if f"{name}_bytes" in values}
-    return row | steps | memory | {"theory": job.theory}
+        row |= {"ok": type(error).__name__ == experiment.expected, "error": f"{type(error).__name__}: {error}"[:2000]}
+    else:
+        row |= {"ok": result.ok and not experiment.expected, "warm": result.info["warm"], "session": result.session}
+        values = {name: result.value(name) for name in result.summary()}
+        wanted = [*VALUES, *(f"{name}_bytes" for name in MEMORY)]
+        row |= {name: round(float(values[name]), 9) for name in wanted if name in values}
+        folder.mkdir(parents=True)
+        for name in KEPT_FILES:
+            if (result.folder / name).exists():
+                shutil.copy(result.folder / name, folder)
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    return row | {"seconds": round(time.perf_counter() - begun, 2)}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
-    lines = []
-    for row in rows:
-        what = " ".join(f"{name}={value}" for name, value in row["params"].items())
-        if "skipped" in row or not row["ok"]:
-            said = row.get("skipped") or "FAILED: " + row["error"].splitlines()[0]
-        elif "compared" in row:
-            said = f"ok, {row['compared']:.0f} compared, error {row.get('max_rel_error', 0):.1e}"
-        else:
-            held = {name: sizes.readable_bytes(int(row[f"{name}_bytes"])) for name in MEMORY if f"{name}_bytes" in row}
-            theory = {name: sizes.readable_bytes(int(size)) for name, size in row["theory"].items()}
-            said = f"step {row.get('step_ms', 0):.2f} ms, {held}, theory {theory}"
-        lines.append(f"{row['lab']:<10} {row['program']:<21} {what:<45} {said}")
-    return "\n".join(lines)
+def facts(device: str) -> dict[str, Any]:
+    """What this machine is, and what torch says of it."""
+    import torch
+
+    found: dict[str, Any] = {"date": str(date.today()), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cores": os.cpu_count(), "device": device}
+    found["doctor"] = [str(each).partition("\n")[0] for each in doctor.run_checks().findings]
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,persistence_mode", "--format=csv,noheader"]
+    for name, command in (("revision", git), ("nvidia_smi", smi)):
+        try:
+            found[name] = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found[name] = f"not known: {error}"
+    if device == "cuda":
+        found |= {"gpus": torch.cuda.device_count(), "architectures": torch.cuda.get_arch_list()}
+        found |= {"nccl": torch.cuda.nccl.version(), "tf32_convolutions": torch.backends.cudnn.allow_tf32}
+    return found
 
 
-def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
-    """Step times and memory of what was measured."""
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    what = " ".join(f"{name}={value}" for name, value in (row["params"] | row["environment"]).items())
+    if "skipped" in row:
+        said = f"skipped: {row['skipped']}"
+    else:
+        found = [f"{name} {row[name]:.6g}" for name in (*VALUES, "max_allocated_bytes") if name in row]
+        said = ", ".join(["ok" if row["ok"] else "NOT OK", *found, row.get("error", "").partition("\n")[0][:120]])
+    return f"{row['question']:<18} {row['program']:<21} {row['ranks']} {what:<50} {said.strip(' ,')}"
+
+
+def write_page(folder: Path) -> Path:
+    """Write a page and a figure of a folder of results; return the page's path."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    measured = [row for row in rows if "step_ms" in row]
-    labels = [
-        f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured
-    ]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    bars = left.bar(labels, [row["step_ms"] for row in measured], color="#4477AA")
-    left.bar_label(bars, fmt="%.1f")
-    left.set_ylabel("ms a step")
-    for offset, name, color in ((-0.2, "max_allocated_bytes", "#4477AA"), (0.2, "max_reserved_bytes", "#CCBB44")):
-        present = [row.get(name, row.get("peak_total_bytes", 0)) / 2**20 for row in measured]
-        places = [index + offset for index in range(len(measured))]
-        bars = right.bar(places, present, width=0.4, color=color, label=name.removesuffix("_bytes").replace("_", " "))
-        right.bar_label(bars, fmt="%.0f", fontsize=8)
-    right.set_xticks(range(len(measured)), labels)
-    right.set_ylabel("MiB on the fullest rank")
-    right.legend()
-    figure.suptitle(stamp, fontsize=9)
-    figure.savefig(path, dpi=130)
+    known = json.loads((folder / "facts.json").read_text())
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
+    timed = [row for row in rows if "step_ms" in row and row["question"] in ("measured", "buckets")]
+    figure, ax = plt.subplots(figsize=(8, 0.4 * len(timed) + 1.5), layout="constrained")
+    names = [f"{row['program']} {' '.join(map(str, row['params'].values()))}" for row in timed]
+    bars = ax.barh(names, [row["step_ms"] for row in timed], color="#4477AA")
+    ax.bar_label(bars, fmt="%.1f")
+    ax.set_xlabel(f"ms a step; {known['nvidia_smi'] or known['device']}, torch {known['torch']}, {known['date']}")
+    figure.savefig(folder / "steps.png", dpi=130)
+    lines = [f"# {known['nvidia_smi'] or 'CPU'}, {known['date']}", "", *(f"- {each}" for each in known["doctor"])]
+    lines += ["", "![steps](steps.png)", "", "```", *map(line, rows), "```", ""]
+    (folder / "README.md").write_text("\n".join(lines))
+    return folder / "README.md"
 
 
-def main(options: Options) -> None:
-    os.environ |= {ENV_PROGRESS: "off"}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all experiments; 1 if one has not come out as it must."""
+    parser = argparse.ArgumentParser(description="Run the labs' programs on this machine's GPUs.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the paths without a GPU")
+    parser.add_argument("--preset", choices=("small", "paper"), default="paper", help="sizes of what is measured")
+    parser.add_argument("--folder", type=Path, help="where the results go; by default results/<device>-<date>")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no experiment lasts longer than this in all")
+    parser.add_argument("--page", type=Path, help="write the page of this folder of results, and run nothing")
+    options = parser.parse_args(arguments)
+    if options.page:
+        print(write_page(options.page))
+        return 0
     import torch
 
     gpus = torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
-        raise SystemExit("this PyTorch sees no GPU; --device cpu --preset small tries the paths without one")
-    # a power of two, by which the labs' sizes can be divided
-    ranks = options.ranks or (2 ** int(math.log2(min(gpus, MOST_RANKS))) if options.device == "cuda" else 2)
-    device_name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
-    begun, rows = time.perf_counter(), []
-    with tempfile.TemporaryDirectory() as runs:
-        os.environ[ENV_RUNS_FOLDER] = runs
-        for job in jobs(options.preset, ranks):
-            rows.append(run(job, ranks, options.device, options.limit_s - (time.perf_counter() - begun)))
-            print(table(rows[-1:]), flush=True)
-    facts = {"device": device_name, "gpus": gpus, "ranks": ranks, "preset": options.preset, "date": str(date.today())}
-    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda}
-    options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / f"{device_name.replace(' ', '-').lower()}-{date.today()}.json"
-    path.write_text(json.dumps(facts | {"rows": rows}, indent=1, default=str) + "\n")
-    stamp = f"{device_name}, {ranks} ranks, torch {torch.__version__}, {date.today()}"
-    draw(rows, path.with_suffix(".png"), stamp)
-    ran = [row for row in rows if "skipped" not in row]
-    ok = bool(ran) and all(row["ok"] for row in ran)
-    summary = {"bench": "gpu", "file": str(path), "ran": len(ran), "skipped": len(rows) - len(ran), "ok": ok}
-    print(json.dumps(summary | {"seconds": round(time.perf_counter() - begun, 1)}))
-    if not ok:
-        raise SystemExit(1)
+        parser.error("this PyTorch sees no GPU; --device cpu --preset small tries the paths without one")
+    name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
+    folder = options.folder or ROOT / "results" / f"{name.replace(' ', '-').lower()}-{date.today()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0", ENV_RUNS_FOLDER: str(folder / "runs")}
+    begun, wrong = time.perf_counter(), []
+    (folder / "facts.json").write_text(json.dumps(facts(options.device), indent=1) + "\n")
+    chosen = experiments(gpus if options.device == "cuda" else 0, options.preset)
+    for number, experiment in enumerate(chosen):
+        left_s = options.limit_s - (time.perf_counter() - begun)
+        row = run(experiment, options.device, left_s, folder / "kept" / f"{number:02}")
+        # At once: the machine may be taken away before the next has ended.
+        (folder / f"{number:02}.json").write_text(json.dumps(row, indent=1, default=str) + "\n")
+        print(line(row), flush=True)
+        wrong += [number] if not row.get("ok", True) else []
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+    write_page(folder)
+    seconds = round(time.perf_counter() - begun, 1)
+    print(json.dumps({"bench": "gpu", "folder": str(folder), "experiments": len(chosen), "wrong": wrong, "s": seconds}))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    sys.exit(main())

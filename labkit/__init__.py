@@ -29,21 +29,30 @@ checked by ``make lint``.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from labkit.errors import (
-    HostLost,
-    LabError,
-    NotAllHosts,
-    ParameterError,
-    RankFailed,
-    RecordError,
-    RunTimedOut,
-)
-from labkit.launcher.progress import in_kernel
-from labkit.launcher.run import check, run, sweep
-from labkit.launcher.warm_start import fork_server_manager
-from labkit.runs.result import RunResult, load
+from labkit.hidden_modules import hiding_files
+
+try:
+    from labkit.errors import (
+        HostLost,
+        LabError,
+        NotAllHosts,
+        ParameterError,
+        RankFailed,
+        RecordError,
+        RunTimedOut,
+    )
+    from labkit.launcher.progress import in_kernel
+    from labkit.launcher.run import check, run, sweep, use_one_device
+    from labkit.launcher.warm_start import fork_server_manager
+    from labkit.runs.result import RunResult, load
+except (ImportError, AttributeError) as error:
+    # A random.py in the current folder is imported instead of Python's own.
+    if hiding := hiding_files(sys.path):
+        error.add_note(hiding)
+    raise
 
 if TYPE_CHECKING:
     from labkit_cluster.hosts import Host
@@ -55,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["HostLost", "LabError", "NotAllHosts", "ParameterError", "RankFailed", "RecordError"]
 __all__ += ["Host", "RunResult", "RunTimedOut", "SearchResult"]
 __all__ += ["check", "load", "plan", "run", "simulate", "submit", "sweep"]
+__all__ += ["use_one_device"]
 
 # Imported when they are first asked for, so that the core imports no package beside it.
 _ELSEWHERE = {

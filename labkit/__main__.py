@@ -14,10 +14,11 @@
 
     python -m labkit lab                          # JupyterLab on your copies of the labs, in my/
     python -m labkit update                       # what is new in the labs, into your copies
-    python -m labkit reset 2                      # a fresh copy of lab 2; yours stays beside it
+    python -m labkit reset 2                      # a fresh copy of lab 2; yours is kept
     python -m labkit progress                     # which exercises have passed
     python -m labkit export                       # the same as a file for a teacher
     python -m labkit collect *.json --csv table.csv --html table.html
+    python -m labkit judge my/*.ipynb             # executes them; status 1 unless all passes
 
 Exit status:
 
@@ -27,9 +28,11 @@ Exit status:
     130   interrupted with Ctrl-C; the ranks are gone
 """
 
+import errno
 import functools
 import importlib
 import json as json_module
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
@@ -50,6 +53,12 @@ PROG = "python -m labkit"
 # Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name.
 MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
 PRUNE_PREVIEW_ROWS = 10
+MAX_NAME_CHARACTERS = 80
+# Errors of any command that a name or a disk explains, and the fix.
+SHORT_ERRORS = {
+    errno.ENAMETOOLONG: "no file has so long a name: give a shorter one",
+    errno.ENOSPC: "make room, or write to another disk",
+}
 RUN = tyro.conf.arg(
     metavar="RUN", help="A run: its folder's name, the end of that name, or a path."
 )
@@ -63,8 +72,9 @@ class RunCommand:
     """A name in launch/, or the path of a Python file."""
     nproc: int = 2
     """Number of ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where the ranks compute; by default what LABKIT_DEVICE says, or auto: GPUs if there is one a
+    rank, else the CPU."""
     timeout_s: float = 300
     """Seconds after which the run is stopped."""
 
@@ -75,7 +85,7 @@ class RunCommand:
     def execute(self, **arguments: Any) -> int:
         """Launch the program and print its summary; return 1 if a check is not ok."""
         result = labkit.run(**arguments)
-        print(result.summary().to_string())
+        print(result.table_text())
         if result.verdict_text:
             print(result.verdict_text)
         print(f"recorded in {result.folder}")
@@ -84,6 +94,7 @@ class RunCommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; tyro exits when the arguments are wrong."""
+    _prepare_streams()
     try:
         status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
         # A closed pipe must raise here, where it is handled, rather than at exit.
@@ -100,6 +111,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (labkit.LabError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, labkit.ParameterError) else 1
+    except OSError as error:
+        if error.errno not in SHORT_ERRORS:
+            raise
+        place = str(error.filename or "the output")[:MAX_NAME_CHARACTERS]
+        print(f"{error.strerror}: {place}: {SHORT_ERRORS[error.errno]}", file=sys.stderr)
+        return 1
+
+
+def _prepare_streams() -> None:
+    """Let stdout and stderr take any text, and replace one that is closed, as by ``>&-``."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        # A terminal may know less than UTF-8; stderr already shows what it cannot encode.
+        elif getattr(stream, "errors", "") == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _dispatch_command(words: list[str]) -> int:
@@ -172,6 +200,8 @@ def list_runs(program: str | None = None, limit: int = 20) -> None:
         program: Only runs of this program.
         limit: How many, at most; 0 lists all.
     """
+    if limit < 0:
+        raise labkit.ParameterError(f"limit = {limit} is negative: give how many, or 0 for all")
     found = history.find_runs(program=program)
     shown = found[: limit or None]
     if shown:

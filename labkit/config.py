@@ -53,17 +53,21 @@ class Limits:
 
     at_least: float = -math.inf
     above: float = -math.inf
+    at_most: float = math.inf
     below: float = math.inf
     multiple_of: int = 0
 
     def contains(self, value: float) -> bool:
         """Tell whether the value is within the limits."""
         divides = not self.multiple_of or value % self.multiple_of == 0
-        return divides and value >= self.at_least and self.above < value < self.below
+        return (
+            divides and self.at_least <= value <= self.at_most and self.above < value < self.below
+        )
 
     def __str__(self) -> str:
         divisor = self.multiple_of or math.inf
-        signs = {"≥": self.at_least, ">": self.above, "<": self.below, "a multiple of": divisor}
+        signs = {"≥": self.at_least, ">": self.above, "≤": self.at_most, "<": self.below}
+        signs["a multiple of"] = divisor
         finite = {sign: limit for sign, limit in signs.items() if math.isfinite(limit)}
         return " and ".join(f"{sign} {limit:g}" for sign, limit in finite.items())
 

@@ -10,6 +10,7 @@ know. FAIL: a lab cannot run until the fix is made.
 import html
 import importlib.util
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,15 +23,19 @@ from typing import Literal
 
 import psutil
 
-from labkit import requirements, torch_private
-from labkit.requirements import MIN_TORCH_VERSION, parse_version
+from labkit import compile_cache, requirements, torch_private
+from labkit.requirements import MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION, parse_version
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
 
 GIB = 1024**3
 EVERY_LAB = "all labs"
 JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
-COLOURS = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
+COLOURS = {
+    "OK": "var(--jp-success-color0, #2e7d32)",
+    "NOTE": "#b26a00",
+    "FAIL": "var(--jp-error-color1, #c62828)",
+}
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,24 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """Check PyTorch's version and build."""
-    fix = f"pip install 'torch>={'.'.join(map(str, MIN_TORCH_VERSION))}'"
+    least, most = (".".join(map(str, each)) for each in (MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION))
+    fix = f"pip install 'torch>={least},<{most}'"
     try:
         import torch
     # A missing shared library raises an OSError.
     except (ImportError, OSError) as error:
         return Finding("FAIL", "PyTorch", f"not importable: {error}", fix, EVERY_LAB)
+    if not hasattr(torch, "version"):
+        fix = "rename it, or take its folder off PYTHONPATH"
+        return Finding("FAIL", "PyTorch", f"hidden by {torch.__file__}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch_private.TORCH_VERSION}, built for {build}"
-    if parse_version(torch_private.TORCH_VERSION) < MIN_TORCH_VERSION:
+    version = parse_version(torch_private.TORCH_VERSION)
+    if version < MIN_TORCH_VERSION:
         return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
+    if version >= UNTESTED_TORCH_VERSION:
+        detail += f", and labkit was tested up to torch {torch_private.SEEN[-1]}"
+        return Finding("FAIL", "PyTorch", detail, fix, "any lab may stop")
     if not torch.distributed.is_available():
         detail, fix = f"{detail}, without torch.distributed", "install an official build of PyTorch"
         return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
@@ -114,8 +127,8 @@ def display_path(path: str | Path) -> str:
 def check_sharded_convolution() -> Finding:
     """Check DTensor's own convolution on sharded images, which has been wrong on every version."""
     version, seen = parse_version(torch_private.TORCH_VERSION), "wrong"
-    if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}:
-        seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0), (2, 14, 1)}:
+        seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.14,"
     why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
     detail = f"{seen} on torch {torch_private.TORCH_VERSION} ({why})"
     fix, labs = "use strategy local or dtensor", "lab 1, strategy native"
@@ -151,6 +164,17 @@ def check_compiler() -> Finding:
     return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or command)[0])
 
 
+def check_compiled_code() -> Finding:
+    """Check for libraries that a stopped compile has left where torch compiles without labkit."""
+    what, folders = "Compiled code", compile_cache.folders_of_torch()
+    partial = [path for folder in folders for path in compile_cache.partial_libraries(folder)]
+    if not partial:
+        return Finding("OK", what, "no library that a stopped compile has left unfinished")
+    detail = f"{len(partial)} unfinished, such as {partial[0]}: a bare torchrun fails to load them"
+    fix = f"rm {shlex.join(map(str, partial))}"
+    return Finding("NOTE", what, detail, fix, "lab 4 under a bare torchrun")
+
+
 def check_cores() -> Finding:
     """Check the number of cores that this process may use."""
     # A container or taskset may allow fewer than the machine has.
@@ -181,7 +205,11 @@ def check_gpus() -> Finding:
     """Check for CUDA devices, which no lab needs."""
     import torch
 
-    if not torch.cuda.is_available():
+    count, problem = requirements.usable_gpus()
+    if problem:
+        driver = "update the driver, or install torch for its CUDA version: README, Install"
+        return Finding("NOTE", "GPUs", f"{problem}: ranks run on CPU with gloo", driver)
+    if not count:
         return Finding("OK", "GPUs", "no GPU that this PyTorch can use: ranks run on CPU with gloo")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     detail = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -232,7 +260,8 @@ def check_runs_folder() -> Finding:
 
 TORCH_CHECKS = (check_sharded_convolution, check_torch_features, check_private_names, check_gpus)
 OTHER_CHECKS = (
-    *(check_compiler, check_cores, check_memory, check_loopback, check_runs_folder, check_jupyter),
+    *(check_compiler, check_compiled_code, check_cores, check_memory, check_loopback),
+    *(check_runs_folder, check_jupyter),
 )
 
 

@@ -16,6 +16,7 @@ ENV_PROGRESS = "LABKIT_PROGRESS"  # a person -> launcher.progress: off, text, no
 ENV_WIDGETS = "LABKIT_WIDGETS"  # a person -> widgets.explorer: 0 a figure, 1 controls
 ENV_VERDICTS = "LABKIT_VERDICTS"  # a person -> course.verdict_store: the file of verdicts
 ENV_SSH = "LABKIT_SSH"  # a person -> labkit_cluster.hosts: the ssh command with its options
+ENV_SHARE_GPUS = "LABKIT_SHARE_GPUS"  # a person -> session: 1 lets several ranks share a GPU
 ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.claims: 1 raises
 ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that take long
 
@@ -23,7 +24,7 @@ ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that tak
 ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"  # the launcher -> all processes of a run: its folder
 ENV_NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"  # the launcher -> torchrun: the process to end with
 ENV_TORCHRUN_PID = "LABKIT_TORCHRUN_PID"  # torchrun -> ranks: the process to end with
-ENV_DEVICE = "LABKIT_DEVICE"  # the launcher -> ranks: auto, cpu, cuda
+ENV_DEVICE = "LABKIT_DEVICE"  # a person -> the launcher -> ranks: auto, cpu, cuda
 ENV_PAYLOAD_SHA256 = "LABKIT_GIVEN"  # the launcher -> ranks: without it they unpickle nothing
 ENV_EXPECTED_WORLD_SIZE = "LABKIT_RANKS"  # the launcher -> ranks: a smaller world must not train
 ENV_SIMULATION = "LABKIT_SIMULATED"  # labkit.simulate -> ranks: JSON of ranks and world size

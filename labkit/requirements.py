@@ -6,10 +6,12 @@ import re
 import shutil
 import socket
 import sys
+import warnings
 from importlib import metadata
 
-# As in pyproject.toml.
-MIN_TORCH_VERSION = (2, 11)
+# As in pyproject.toml: from the first on, and below the second.
+MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION = (2, 11), (2, 14)
+NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"
@@ -101,3 +103,31 @@ def refuse_without_compiler() -> None:
     """Raise ValueError if torch.compile would find no C++ compiler."""
     if seen := compiler_problem():
         raise ValueError(f"torch.compile needs a C++ compiler: {seen}; to get one: {COMPILER_FIX}")
+
+
+def has_nvidia_driver() -> bool:
+    """Tell whether there is a driver of NVIDIA's, without asking it."""
+    return any(map(os.path.exists, NVIDIA_FILES))
+
+
+def usable_gpus() -> tuple[int, str]:
+    """Return how many GPUs this torch can use, and why it cannot use those that are there."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        # torch says that a driver is too old as a warning only.
+        reason = " ".join(str(each.message).split(". ")[0] for each in said[:1])
+        is_unused = has_nvidia_driver() and torch.version.cuda
+        return 0, f"no GPU is used: {reason or 'torch finds none'}" if is_unused else ""
+    versions = re.findall(r"sm_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        # Kernels serve later GPUs of the same generation as well.
+        if not any(int(each) == major and int(least) <= minor for each, least in versions):
+            built = f"this torch has kernels for sm_{', sm_'.join(map(''.join, versions))} alone"
+            name = torch.cuda.get_device_name(index)
+            return 0, f"no GPU is used: {name} is sm_{major}{minor}, and {built}"
+    return count, ""

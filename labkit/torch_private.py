@@ -166,6 +166,9 @@ torch.distributed.distributed_c10d
     _world: all process groups of this process
     _world.pg_map: groups that must outlive the end of a session
     _world.pg_names: the group of a collective, which is given by its name
+torch.distributed
+    ProcessGroup._register_backend ProcessGroup._set_default_backend: a group hands on to gloo's
+    ProcessGroupGloo._allgather_base ProcessGroupGloo._reduce_scatter_base: what it hands on
 torch:ScriptObject._type: tells a process group among the arguments of a collective
 torch.utils._python_dispatch:TorchDispatchMode: sees every operator and collective
 torch.utils._pytree

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 from labkit.errors import HostLost, NotAllHosts
 from labkit.launcher import process
 from labkit.launcher.watch import watch_ranks
+from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, write_json
 from labkit_cluster.file_sync import FileChanges
 from labkit_cluster.host_rendezvous import (
@@ -91,7 +91,9 @@ def serve_request(request: Mapping[str, Any], receiver: BinaryIO, sender: Binary
     with contextlib.suppress(OSError):
         os.chdir(request["working_folder"])
     member = RendezvousMember(**request["member"])
-    folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
+    # This process ends without leaving the block, and so removes the folder itself.
+    places = contextlib.ExitStack()
+    folder = RunFolder(places.enter_context(private_files.temporary_folder()) / request["name"])
     folder.path.mkdir()
     write_json(folder.run_json, {"params": request["params"]})
     if request["given"]:

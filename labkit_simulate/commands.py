@@ -40,7 +40,7 @@ class SimulateCommand:
     def execute(self, **arguments: Any) -> int:
         """Simulate the program and print its summary."""
         result = simulate(**arguments)
-        print(f"{result.summary().to_string()}\nrecorded in {result.folder}")
+        print(f"{result.table_text()}\nrecorded in {result.folder}")
         return 0
 
 

@@ -11,6 +11,7 @@ from labkit.environment import ENV_PROCESS_RANKS, ENV_SIMULATION
 from labkit.errors import ParameterError
 from labkit.launcher import payload_pickling
 from labkit.launcher.run import RunRequest, execute_request, require_positive, validate_program
+from labkit.runs.folder import FULL_DISK_FIX, explain_write_errors
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
 from labkit_simulate.theory.hardware import Hardware
@@ -86,7 +87,8 @@ def run_simulation(request: "SimulationRequest", payload: bytes = b"") -> RunRes
     result = execute_request(request, payload)
     if request.hardware is None:
         return result
-    estimate.write_estimate(result, request.hardware)
+    with explain_write_errors(result.folder, FULL_DISK_FIX):
+        estimate.write_estimate(result, request.hardware)
     return load(result.folder)
 
 

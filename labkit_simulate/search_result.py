@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.errors import LabError, ParameterError
-from labkit.runs.folder import read_json, require_fields, write_json
+from labkit.runs.folder import (
+    FULL_DISK_FIX,
+    explain_write_errors,
+    read_json,
+    require_fields,
+    write_json,
+)
 from labkit.runs.result import RunResult, load
 from labkit.theory.sizes import readable_bytes
 from labkit_simulate.memory_fit import GIB, memory_fit_from_bytes
@@ -297,7 +303,8 @@ class SearchResult:
         assert self.folder
         content = {"version": RESULT_VERSION} | asdict(self)
         del content["folder"]  # it may be moved
-        write_json(self.folder / RESULT_FILE, content)
+        with explain_write_errors(self.folder / RESULT_FILE, FULL_DISK_FIX):
+            write_json(self.folder / RESULT_FILE, content)
 
     @classmethod
     def load(cls, folder: str | Path) -> SearchResult:

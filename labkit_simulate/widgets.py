@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit.plots import style
+from labkit.plots.runs import comparison_row
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import readable_bytes
 from labkit.widgets.explorer import Control, Explorer
@@ -32,6 +33,7 @@ class CandidateExplorer(Explorer):
     title = "Which way to train fits, and which is fast?"
     controls: ClassVar = {}
     formulas = (memory_fit.memory_fit, estimate.estimate_rank_step)
+    run_tip = "simulate the chosen one once more; nothing is measured"
     size = (8.5, 4.2)
 
     def __init__(self, plan: labkit.SearchResult | None = None):
@@ -113,6 +115,12 @@ class CandidateExplorer(Explorer):
             f" {readable_bytes(row['margin_bytes'], base=1024)} left"
             f" over{'' if row['whole'] else EXTRAPOLATION_NOTE}"
         )
+
+    def table_row(self, name: str, predicted: float, result: RunResult | None) -> dict[str, str]:
+        again = result.value(name) if result else None
+        row = comparison_row({"plan": predicted}, "simulated again", again, 0.0)
+        # A repeated simulation can only repeat the plan, so it does not make the plan right.
+        return {name: "the same" if text == "right" else text for name, text in row.items()}
 
     def launch(self, **chosen: Any) -> RunResult:
         row = self.current_row(**chosen)

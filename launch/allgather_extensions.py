@@ -90,6 +90,9 @@ class Config:
         if check == "wire" and self.dim < 128:
             rule = "a row of fewer than 128 numbers does not make up for its scale"
             raise ValueError(f"dim {self.dim}: {rule}")
+        if check == "parity" and self.steps < 3:
+            rule = f"steps {self.steps}: the third is the first that sets gradients to zero"
+            raise ValueError(f"{rule}: take 3 or more")
         if check == "meta" and self.steps < 2:
             rule = f"steps {self.steps}: check meta holds the last loss against the first"
             raise ValueError(f"{rule}: take 2 or more")

@@ -63,6 +63,8 @@ class Config:
     """Initial weights. With ones all channels are equal, and the loss is meaningless."""
     learning_rate: PositiveFloat = 1e-4
     """Adam's learning rate."""
+    input_grad: bool = False
+    """Compute the gradient of the images too, as PyTorch's example does that paper restates."""
     steps: PositiveInt = 5
     """Timed steps, after one to warm up."""
     seed: NonNegativeInt = 0
@@ -70,13 +72,13 @@ class Config:
     memory_cap_mib: PositiveInt | None = None
     """End a rank that allocates more MiB than this, counted before the model is built."""
     check: Literal["none", "parity"] = "none"
-    """parity: compare one step with one device instead of training."""
+    """parity: compare the first three steps with one device's instead of measuring."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "bench": {"height": 256, "width": 512, "depths": (2, 2, 2), "dims": (64, 128, 256),
                   "steps": 10},
         "paper": {"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20,
-                  "depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048)},
+                  "depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "input_grad": True},
     }  # fmt: skip
 
     def validate(self, world_size: int) -> None:
@@ -95,6 +97,8 @@ class Config:
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
         cut = self.height if self.tensor_dim == 2 else self.width
         spatial.check_strips(cut, ranks["space"], self.depths)
+        if self.strategy in ("dtensor", "native_unguarded"):
+            spatial.check_equal_strips(cut, ranks["space"], self.tensor_dim)
 
     def different_ranks(self, world_size: int) -> set[int]:
         """Return both ends of a line, which have one neighbour, and a rank between them."""
@@ -139,7 +143,7 @@ def pad_with_answer(strip: Tensor, halo: int, place: Strip) -> Tensor:
 
 
 def main(config: Config) -> None:
-    """Train and measure, or compare one step with one device's."""
+    """Train and measure, or compare a few steps with one device's."""
     with rank.session() as here, here.cap_memory(config.memory_cap_mib):
         mesh = here.mesh(**sizes.parse_mesh_axes(config.mesh, here.world_size))
         model = build_model(config, here.device)
@@ -156,14 +160,17 @@ def main(config: Config) -> None:
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
-        # Optimizer steps carry rounding on, so a check compares a single one.
-        one_step = partial(here.plain_steps, most=1)
-        logits = train(config, one_step if checked else here.steps, model, *batch)
+        for own_images in (batch[0], whole[0]):
+            own_images.requires_grad_(config.input_grad)
+        # More than one, so that what a step leaves behind counts; few, as steps carry rounding on.
+        few_steps = partial(here.plain_steps, most=3)
+        logits = train(config, few_steps if checked else here.steps, model, *batch)
         if checked:
-            expected = train(config, one_step, reference, *whole)[own_samples(mesh, config.batch)]
+            expected = train(config, few_steps, reference, *whole)[own_samples(mesh, config.batch)]
             both = model, logits, reference, expected
-            verdict = compare_spatial_step(*both, drops_samples=config.drop_path_rate > 0)
-            here.finish_check(**verdict)
+            inputs = (batch[0], whole[0]) if config.input_grad else None
+            drops = config.drop_path_rate > 0
+            here.finish_check(**compare_spatial_step(*both, inputs=inputs, drops_samples=drops))
 
 
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
@@ -187,6 +194,7 @@ def train(
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=epsilon, fused=True)
     for step in measure(config.steps, track=[model, optimizer, images, labels]):
         optimizer.zero_grad()
+        images.grad = None
         with step.span("forward"):
             logits = model(images)
             loss = torch.nn.functional.cross_entropy(logits, labels)

@@ -28,7 +28,7 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.compiling import apply_compile, count_compiled_graphs
 from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
-from labkit.parallel.saving import CheckpointFolder, load_training, save_training
+from labkit.parallel.saving import CheckpointFolder, load_problem, load_training, save_training
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.parity.one_device import Rounding, cast_floats, require_gradients
@@ -109,6 +109,12 @@ class Config(WrapConfig):
     """Model moe: pause before parameters of its expert and of the shared part are freed."""
     vocab: PositiveInt | None = None
     """Vocabulary size of hf_bert and hf_t5."""
+    heads: PositiveInt | None = None
+    """Attention heads in each layer of hf_bert and hf_t5; they must divide hidden."""
+    mlp_ratio: PositiveInt | None = None
+    """Inner width of the MLPs of hf_bert and hf_t5, in multiples of hidden."""
+    tokens: PositiveInt | None = None
+    """Tokens of a sample of hf_bert and hf_t5; hf_bert has an embedding for each position."""
     memory_cap_mib: PositiveInt | None = None
     """End a rank that allocates more MiB than this, counted before the model is built."""
     save: str = ""
@@ -123,8 +129,8 @@ class Config(WrapConfig):
     """Let the input require a gradient, which a check compares."""
 
     SIZES: ClassVar[tuple[str, ...]] = (
-        *(*WrapConfig.SIZES, "vocab", "delay_after_loss_ms"),
-        *("delay_before_reduction_ms", "delay_before_free_ms"),
+        *(*WrapConfig.SIZES, "vocab", "heads", "mlp_ratio", "tokens"),
+        *("delay_after_loss_ms", "delay_before_reduction_ms", "delay_before_free_ms"),
     )
 
     def validate(self, world_size: int) -> None:
@@ -172,8 +178,8 @@ class Config(WrapConfig):
             yield f"{rule}: name a folder, which is made if need be"
         if self.save and (save.exists() or not save.absolute().parent.is_dir()):
             yield f"save {self.save!r} must be a new name in a folder that there is"
-        if self.load and not load.exists():
-            yield f"load {self.load!r} is not there: give what save wrote"
+        if self.load and (problem := load_problem(load)):
+            yield f"load {self.load!r} {problem}: give what save wrote"
 
 
 def main(config: Config) -> None:
@@ -308,8 +314,7 @@ def check_parity(training: TrainingLoop) -> dict[str, Any]:
     """Train, and return the verdict on every step beside one device's. A collective."""
     config, here = training.config, training.session
     dtype, rounding = PRECISION_DTYPES[config.precision]
-    # In a short type the second step already starts from weights that rounding has moved apart.
-    steps = config.steps if dtype == torch.float32 else 1
+    steps = fsdp_wrap.steps_to_compare(config.steps, dtype)
     optimizer = parity.make_sgd(training.model)
     trained = training.run(optimizer, partial(here.plain_steps, most=steps))
     one_device = parity.OneDevice(

@@ -222,13 +222,19 @@ def trackable(config: Config, model: nn.Module, optimizer: Optimizer) -> list[An
     return [] if config.fsdp == 1 and config.wrap != "none" else [model, optimizer]
 
 
+def steps_to_compare(steps: int, dtype: torch.dtype) -> int:
+    """Return how many of a check's steps are compared: in a short type the first one only."""
+    # Later steps start from weights that rounding has moved apart. Where that switches a ReLU, a
+    # gradient differs by more than any rounding: by 34 % in hf_t5 after three steps in bfloat16.
+    return steps if dtype == torch.float32 else 1
+
+
 def check_parity(
     config: Config, here: rank.Session, lab: LabModel, model: nn.Module
 ) -> dict[str, Any]:
     """Train, and return the verdict on every step beside one device's. A collective."""
     dtype = GATHER_DTYPES.get(config.precision, torch.float32)
-    # In a short type the second step already starts from weights that rounding has moved apart.
-    steps = config.steps if dtype == torch.float32 else 1
+    steps = steps_to_compare(config.steps, dtype)
     measure = partial(here.plain_steps, most=steps)
     trained = train(config, here, lab, model, parity.make_sgd(model), measure)
     build = partial(build_model, config, here.device)

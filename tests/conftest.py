@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 import pytest
@@ -13,6 +15,8 @@ from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F4
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
 from fixture_users import another_user, open_place  # noqa: F401
+
+from labkit import rank
 
 # Not through the environment: a notebook's kernel would inherit it and draw nothing.
 matplotlib.use("Agg")
@@ -65,6 +69,13 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The test is run twice: with ranks from a warm parent, and with those of a new Python."""
     monkeypatch.setenv("LABKIT_WARM", "1" if request.param == "warm" else "0")
     return request.param
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[rank.Session]:
+    """The session of this process as the only rank, on the CPU."""
+    with mock.patch.dict(os.environ, LABKIT_DEVICE="cpu"), rank.session() as here:
+        yield here
 
 
 @pytest.fixture

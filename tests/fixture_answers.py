@@ -8,13 +8,19 @@ import importlib.util
 import itertools
 import json
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from fixture_ranks import RankFailure
 
 import labkit
 from labkit.checks.ranks import answer_program
+
+PEERS_S = 2.0
+"""How long a rank that failed waits for others to end."""
 
 
 @pytest.fixture
@@ -45,20 +51,40 @@ def ranks_at_hand(rank_pool, monkeypatch):
     """Lets checks run their program on the processes of ``fixture_ranks``, as labkit.run would on new ones."""
 
     def run(path, *, nproc, device, timeout_s, folder, digest, lab, setup):
-        failures = rank_pool.run(nproc, be_a_rank, (folder, digest, lab, setup), timeout_s)
-        for rank, failure in enumerate(failures):
-            if failure:
-                raise labkit.RankFailed(rank, *failure, "", Path(folder) / "run" / "log")
+        try:
+            rank_pool.run(nproc, be_a_rank, (folder, digest, lab, setup), timeout_s)
+        except RankFailure:
+            if not any(Path(folder).glob("failure_*")):
+                raise
+        for rank in range(nproc):
+            failure = failure_path(folder, rank)
+            if failure.exists():
+                raise labkit.RankFailed(rank, *json.loads(failure.read_text()), "", Path(folder) / "run" / "log")
 
     monkeypatch.setattr(labkit, "run", run)
 
 
+def failure_path(folder, rank):
+    return Path(folder) / f"failure_{rank}"
+
+
 def be_a_rank(folder, digest, lab, setup):
-    """What the program of the checks does in its session; the type and message of what it raises."""
+    """What the program of the checks does in its session. What it raises is left in a file."""
     allclose, answer_program.PEER_WAIT_S = torch.allclose, 0  # these processes stay anyway
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
         answer_program.save_answer_output(Path(folder), digest, lab, json.loads(setup))
     except Exception as error:
-        return type(error).__name__, str(error)
+        failure_path(folder, rank).write_text(json.dumps([type(error).__name__, str(error)]))
+        # as torchrun would, end those that still wait for this rank
+        give_up = time.monotonic() + PEERS_S
+        while not all(has_ended(folder, each) for each in range(ranks)):
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
     finally:
         torch.allclose = allclose  # which an answer may have replaced, and these processes judge no other by it
+
+
+def has_ended(folder, rank):
+    return failure_path(folder, rank).exists() or answer_program.output_path(Path(folder), rank).exists()

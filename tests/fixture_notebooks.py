@@ -1,6 +1,7 @@
 """What the tests that run a learner's notebook share, wherever they run it."""
 
 import json
+import re
 from pathlib import Path
 
 import jupytext
@@ -10,9 +11,21 @@ SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
 
 def read_small_values(name):
     """The small values of a lab's parameters, which its source has beside the tag: ``small={"STEPS": 1}``."""
+    return parameters_cell(name).metadata.get("small")
+
+
+def read_points(name):
+    """Values of all parameters with which a lab has to run, beside the tag as well, in the cell's order."""
+    cell = parameters_cell(name)
+    names = re.findall(r"^(\w+):", cell.source, flags=re.MULTILINE)
+    return [dict(zip(names, values, strict=True)) for values in cell.metadata.get("points", [])]
+
+
+def parameters_cell(name):
+    """The cell of a lab's source that papermill changes."""
     cells = jupytext.read(SOURCES / f"{name}.py", fmt="py:percent").cells
-    (values,) = (cell.metadata.get("small") for cell in cells if "parameters" in cell.metadata.get("tags", []))
-    return values
+    (cell,) = (cell for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    return cell
 
 
 def unused(values, runs):

@@ -25,7 +25,7 @@ FILES = {
         from labkit.config import require
         from labkit.course.verdict_store import so_far
 
-        # %% tags=["parameters"] small={"SIZE": 4}
+        # %% tags=["parameters"] small={"SIZE": 4} points=[[2],[5],[64]]
         SIZE: int = 8  # elements of the vector
 
         # %%

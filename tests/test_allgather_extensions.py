@@ -9,18 +9,22 @@ import torch.distributed as dist
 from fixture_cells import run_cells
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import labkit
 from labkit import requirements
 from labkit.errors import ParameterError
+from labkit.models.mlp import MLP
 from labkit.models.protocol import random_normal
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import apply_extension
 from labkit.parity import extensions as parity
-from labkit.tensors import plain_tensors
+from labkit.session.traffic import CommunicationCounter
+from labkit.tensors import plain_shards, plain_tensors
 from labkit.theory import extensions as theory
 
 STEPS = 10
+MLPS = [(32, 8), (8, 32)] * 3
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(bool(requirements.compiler_problem()), reason="torch.compile needs a C++ compiler")
 
@@ -41,6 +45,68 @@ def test_ten_steps_are_exactly_those_of_plain_training(ranks, extension, halves,
         assert verdict["gradients_alive"]
         # with and without resharding: the loss and 6 parameters of each half, and 6 gradients, which are plain
         assert verdict["compared"] == verdict["expected"] == 2 * STEPS * (7 * halves + 6)
+        assert verdict["all_gathers"] == {"with reshard": 2 * 3 * STEPS, "without": 3 * STEPS}, "3 units"
+
+
+def compare_two_alike(reshard):
+    """The verdict on models of which none, or all, free their parameters after the forward pass."""
+    apply = parity.apply_extension
+    parity.apply_extension = lambda *args, reshard_after_forward: apply(*args, reshard_after_forward=reshard)
+    try:
+        return compare("two_tensor", 3)
+    finally:
+        parity.apply_extension = apply
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_comparison_sees_that_it_has_compared_one_way_twice(ranks, reshard):
+    for verdict in ranks(2)(compare_two_alike, reshard):
+        assert verdict["max_rel_error"] == 0 and not verdict["ok"]
+
+
+def kept_gradients():
+    """For each step of the reference and of the model, whether the gradient is still the same tensor."""
+    kept, forward_backward = {False: [], True: []}, parity._forward_backward
+
+    def watch(model, *args):
+        parameter = next(model.parameters())
+        before = parameter.grad
+        loss = forward_backward(model, *args)
+        kept[isinstance(parameter, DTensor)].append(parameter.grad is before)
+        return loss
+
+    parity._forward_backward = watch
+    try:
+        compare("fp32", 5)
+    finally:
+        parity._forward_backward = forward_backward
+    return kept[False], kept[True]
+
+
+def test_gradients_are_removed_and_set_to_zero_in_turn(ranks):
+    both_ways = [False, False, True, False, True] * 2  # in the first step there are none
+    assert ranks(2)(kept_gradients) == [(both_ways, both_ways)] * 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_no_gradient_of_the_step_before_is_left(to_none):
+    model, x = parity.three_mlps(CPU), torch.ones(2, 8)
+    optimizer = parity.make_foreach_adam(model.parameters())
+    parity._forward_backward(model, optimizer, x)
+    first = [parameter.grad.clone() for parameter in model.parameters()]
+    parity._forward_backward(model, optimizer, x, to_none)
+    assert all(torch.equal(parameter.grad, old) for parameter, old in zip(model.parameters(), first, strict=True))
+
+
+def samples_of_three_steps():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [parity._local_samples(mesh, CPU, step).flatten().tolist() for step in range(3)]
+
+
+def test_every_rank_has_samples_of_its_own_in_every_step(ranks):
+    samples = [step for rank in ranks(2)(samples_of_three_steps) for step in rank]
+    assert {len(step) for step in samples} == {2 * 8}
+    assert len(set(map(tuple, samples))) == 6
 
 
 def test_the_comparison_sees_what_int8_rounds(ranks):
@@ -49,13 +115,51 @@ def test_the_comparison_sees_what_int8_rounds(ranks):
     assert verdict["max_rel_error"] > 1e-5
 
 
+def watched_from_meta(extension):
+    """The verdict, the bytes that were gathered, and the dtypes in which the first unit answered."""
+    computed_in, forward = set(), MLP.forward
+
+    def watch(mlp, x):
+        output = forward(mlp, x)
+        computed_in.add(output.dtype)
+        return output
+
+    MLP.forward = watch
+    try:
+        with CommunicationCounter() as counter:
+            return from_meta(extension), counter.bytes["all_gather"], computed_in
+    finally:
+        MLP.forward = forward
+
+
 @pytest.mark.parametrize("extension", ["two_tensor", "int8"])
 def test_a_model_built_without_memory_is_set_and_trained_in_bfloat16(ranks, extension):
-    for verdict in ranks(2)(from_meta, extension):
+    for verdict, sent, computed_in in ranks(2)(watched_from_meta, extension):
         assert verdict.pop("first_loss") > verdict.pop("last_loss")
         # with and without resharding
         counts = {"parameters": 12, "compared": 12, "on_meta": 12, "poisoned": 12, "nan_after": 0, "trained": 12}
         assert verdict == {"check": "meta", **counts, "ok": True}
+        assert sent == sum(theory.step_gather_bytes(MLPS, 2, extension, reshard=way) for way in (True, False)) * STEPS
+        assert computed_in == {torch.bfloat16}
+
+
+def initialised_shard(extension):
+    """A shard of each half of a parameter, after the values that were drawn for it."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    apply_extension(model, init_device_mesh("cpu", (2,)), extension)
+    torch.manual_seed(0)
+    parity._initialise_shard(model[0].weight)
+    return [plain.clone() for plain in plain_shards(model[0].weight)]
+
+
+@pytest.mark.parametrize("extension", ["two_tensor", "int8"])
+def test_initial_values_are_normal_and_equal_in_both_halves(ranks, extension):
+    for first, *others in ranks(2)(initialised_shard, extension):
+        assert first.numel() == 64 * 64 / 2
+        assert first.std().item() == pytest.approx(0.2, rel=0.05)
+        assert first.mean().item() == pytest.approx(0, abs=0.02)
+        assert 0.6 < first.abs().max() < 2
+        assert all(other.equal(first) for other in others)
 
 
 def forget_one(extension):
@@ -79,6 +183,7 @@ CELLS = {
     "policy": {"extension": "none", "policy": "bf16", "steps": 1},
     "both": {"extension": "int8", "policy": "bf16", "steps": 1},
     "wire": {"check": "wire"},
+    "wire, kept": {"check": "wire", "reshard_after_forward": False},
     "loss": {"check": "loss", "steps": 36},
     "eager": {"extension": "int8", "steps": 3},
 }
@@ -105,6 +210,11 @@ def test_the_bytes_on_the_wire_are_those_of_theory(wire):
         "theory": expected,
         "ok": True,
     }
+
+
+def test_a_network_that_keeps_its_parameters_gathers_them_once(runs, wire):
+    kept = json.loads(runs["wire, kept"].ranks[0].log().splitlines()[-1])
+    assert kept["ok"] and all(2 * kept[name] == wire[name] for name in theory.EXTENSION_BYTES)
 
 
 def shapes_of(dim):
@@ -247,6 +357,7 @@ def training_is_recorded(result):
     [
         (1, {}, "at least 2 ranks: with 1 FSDP2 gathers nothing"),
         (2, {"check": "parity", "extension": "int8"}, "int8 rounds: only two_tensor and fp32 can be equal"),
+        (2, {"check": "parity", "steps": 2}, "steps 2: the third is the first that sets gradients to zero: take 3"),
         (2, {"check": "meta", "compile": True}, "check meta trains models that are not compiled"),
         (
             2,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,35 +31,52 @@ def bench(monkeypatch):
     return load
 
 
-def test_the_gpu_benchmark_on_a_cpu_writes_what_ran_what_did_not_and_why(bench, tmp_path, monkeypatch, capsys):
+def test_the_gpu_benchmark_writes_each_result_at_once_and_a_page_of_all(bench, tmp_path, monkeypatch, capsys):
     gpu = bench("gpu")
-    every = gpu.jobs("small", 2)
-    assert {job.lab for job in every if job.checks} == {"spatial", "fsdp", "extensions", "ddp", "two_dim"}
-    assert {job.lab for job in every if not job.checks} == {"spatial", "fsdp", "extensions", "ddp", "two_dim"}
-    broken = gpu.Job("fsdp", "fsdp_wrap", {"model": "nobody"})
-    chosen = [every[0], next(job for job in every if job.program == "fsdp_wrap" and not job.checks), broken]
-    large = gpu.Job("two_dim", "two_dim", {}, least_ranks=3)
-    monkeypatch.setattr(gpu, "jobs", lambda preset, ranks: [*chosen, large])
-    with pytest.raises(SystemExit) as caught:
-        gpu.main(gpu.Options(preset="small", device="cpu", folder=tmp_path))
-    assert caught.value.code == 1, "one run failed"
+    parity = gpu.Experiment("parity", ranks=2, **gpu.parity("convnext_spatial", width=128))
+    wrong = gpu.Experiment("parity", ranks=2, **gpu.parity("fsdp_matrix", model="nobody"))
+    raises = next(each for each in gpu.failures(2) if each.params["how"] == "raise")
+    timed = gpu.Experiment("measured", "fsdp_wrap", 2)
+    monkeypatch.setattr(gpu, "experiments", lambda gpus, preset: [parity, wrong, raises, timed])
+    assert gpu.main(["--device", "cpu", "--folder", str(tmp_path)]) == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (summary["ran"], summary["skipped"], summary["ok"]) == (3, 1, False)
-    content = json.loads(Path(summary["file"]).read_text())
-    parity, measured, failed, skipped = content["rows"]
-    assert parity["compared"] == 57 and parity["max_rel_error"] < 1e-5 and parity["backend"] == "gloo"
-    assert measured["end_parameter_bytes"] == measured["theory"]["end_parameter_bytes"] > 0 < measured["step_ms"]
-    assert "nobody" in failed["error"] and "takes 3 ranks or more" in skipped["skipped"]
-    assert content["torch"] and content["device"] == "cpu"
-    assert Path(summary["file"]).with_suffix(".png").stat().st_size > 5000
+    assert (summary["experiments"], summary["wrong"]) == (4, [1])
+    rows = [json.loads((tmp_path / f"0{number}.json").read_text()) for number in range(4)]
+    assert rows[0]["compared"] > 50 and rows[0]["max_rel_error"] < 1e-5 and rows[0]["session"]["backend"] == "gloo"
+    assert "nobody" in rows[1]["error"] and rows[2]["error"].startswith("RankFailed") and rows[2]["ok"]
+    assert rows[3]["step_ms"] > 0 and (tmp_path / "kept" / "03" / "run.json").exists()
+    assert "step_ms" in (tmp_path / "README.md").read_text() and (tmp_path / "steps.png").stat().st_size > 5000
+    assert json.loads((tmp_path / "facts.json").read_text())["torch"] == torch.__version__
 
 
-def test_the_gpu_benchmark_without_a_gpu_says_what_to_do(bench, tmp_path):
+def test_the_gpu_benchmark_asks_what_is_worth_most_first_and_takes_no_longer_than_its_limit(bench, tmp_path):
+    gpu = bench("gpu")
+    one, eight = gpu.experiments(1, "paper"), gpu.experiments(8, "paper")
+    assert {each.ranks for each in one} == {1, 2, 4} and {each.ranks for each in eight} == {1, 2, 4, 8}
+    shared = [each for each in one if each.ranks > 1 and each.question != "launch"]
+    assert all(each.environment["LABKIT_SHARE_GPUS"] == "1" for each in shared)
+    assert [each.question for each in one[:7]] == ["launch"] * 6 + ["one rank"] and one[-1].question == "measured"
+    assert "skipped" in gpu.run(one[0], "cpu", 5, tmp_path)
+
+
+def test_the_gpu_benchmark_without_a_gpu_says_what_to_do(bench, tmp_path, capsys):
     gpu = bench("gpu")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit, match="sees no GPU; --device cpu"):
-        gpu.main(gpu.Options(folder=tmp_path))
+    with pytest.raises(SystemExit):
+        gpu.main(["--folder", str(tmp_path)])
+    assert "sees no GPU; --device cpu" in capsys.readouterr().err
+
+
+def test_the_core_runs_without_tyro_and_cloudpickle(tmp_path):
+    """As on a machine that has torch and little else."""
+    for name in ("tyro", "cloudpickle", "IPython", "ipywidgets"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
+    code = "import labkit\nprint(labkit.check('fsdp_wrap', model='toy', device='cpu').ok)"
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{root}", "LABKIT_RUNS": str(tmp_path / "runs")}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert said.stdout.split()[-1:] == ["True"], said.stderr
 
 
 @pytest.mark.long  # warm and cold, twice

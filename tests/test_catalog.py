@@ -1,5 +1,6 @@
 """labkit.models.catalog: what it says about a model is what the built model is, and what it refuses."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -40,10 +41,29 @@ def test_an_entry_says_what_is_in_the_model(name):
     catalog.check_model(name, entry.block_types)
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("toy", ("MyModule",)), ("hf_bert", ("BertLayer", "BertLMPredictionHead")), ("hf_t5", ("T5Block",))],
+)
+def test_blocks_are_wrapped_by_these_classes(name, blocks):
+    module, _, kind = catalog.MODELS[name].target.partition(".")
+    built = getattr(importlib.import_module(f"labkit.models.{module}"), kind)
+    assert catalog.MODELS[name].block_types == built.block_types == blocks
+
+
 def test_a_small_model_is_built_unless_sizes_are_given():
     assert catalog.create_model("toy").net[0].out_features == 256
     assert catalog.create_model("toy", hidden=32).net[0].out_features == 32
     assert catalog.create_model("toy", hidden=32, narrow=8).net[-1].in_features == 8
+
+
+def test_a_seed_and_nothing_else_decides_the_weights():
+    def weight(global_seed, **how):
+        torch.manual_seed(global_seed)
+        return catalog.create_model("nested", **how).net[0].weight
+
+    assert torch.equal(weight(1, seed=3), weight(2, seed=3)) and not torch.equal(weight(1, seed=3), weight(1, seed=4))
+    assert not torch.equal(weight(1), weight(2)), "without one, the global RNG does"
 
 
 def test_the_expert_seed_reaches_the_expert():
@@ -75,6 +95,10 @@ def test_the_expert_seed_reaches_the_expert():
         (
             lambda: catalog.check_model("hf_t5", sizes={"hidden": 33}),
             "hidden 33 is no multiple of model hf_t5's 2 heads: 1 over",
+        ),
+        (
+            lambda: catalog.check_model("hf_bert", sizes={"heads": 5}),
+            "hidden 32 is no multiple of model hf_bert's 5 heads: 2 over",
         ),
         (
             lambda: catalog.check_model("delay", sizes={"delay_after_loss_ms": -1}),

@@ -93,6 +93,44 @@ for inputs, targets in batches[:-1]:
     assert "every backward pass sent its gradients" in repr(verdict)
 
 
+# Messages besides the hook's own, of 400 bytes, out of sight of a dispatch mode in the hook's thread.
+HIDDEN = {
+    "in a thread": "thread = threading.Thread(target=dist.broadcast, args=(row, 0))\nthread.start()\nthread.join()",
+    "by the group's own method": "dist.group.WORLD.broadcast([row], dist.BroadcastOptions()).wait()",
+    "by the backend's own method": (
+        "backend = dist.group.WORLD._get_backend(torch.device('cpu'))\n"
+        "backend.broadcast([row], dist.BroadcastOptions()).wait()"
+    ),
+    "without dispatch modes": "with _disable_current_modes():\n    dist.broadcast(row, 0)",
+    "in a group of its own": "dist.broadcast(row, 0, group=dist.new_group())",
+}
+HOOK = """
+half = bucket.buffer().bfloat16() / dist.get_world_size()
+row = torch.ones(100)
+{hidden}
+return dist.all_reduce(half, async_op=True).get_future().then(lambda done: done.value()[0].float())
+"""
+MORE_IMPORTS = f"import threading\nfrom torch.utils._python_dispatch import _disable_current_modes\n{IMPORTS}"
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("way", HIDDEN)
+def test_a_message_out_of_sight_is_counted(way, answer_to):
+    hook = answer_to("def hook(state, bucket):", HOOK.format(hidden=HIDDEN[way]), MORE_IMPORTS)
+    verdict = checks.half_hook(hook)
+    said = "on rank 0, the gradients are right, but the rank sends 1 broadcast call with 400 bytes besides"
+    assert (verdict.detail, verdict.expected) == (said, "1 all_reduce call with 346 bytes")
+
+
+def test_on_launched_ranks_a_right_hook_passes_and_one_for_two_ranks_does_not(answer_to):
+    head, body = "def hook(state, bucket):", HOOK.format(hidden="")
+    verdict = checks.half_hook(answer_to(head, body, IMPORTS))
+    assert verdict.ok, verdict
+    verdict = checks.half_hook(answer_to(head, body.replace("dist.get_world_size()", "2"), IMPORTS))
+    said = "right on 2 ranks, but with 3 ranks: on rank 0, the gradient of parameter 0 is the sum, divided by 2"
+    assert (verdict.detail, verdict.hint) == (said, "Divide by dist.get_world_size().")
+
+
 @pytest.fixture
 def solved(answer_to):
     """The notebook's own answer to an exercise."""

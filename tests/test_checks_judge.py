@@ -3,7 +3,10 @@
 import errno
 import functools
 import itertools
+import re
+import sys
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import IPython
@@ -11,6 +14,7 @@ import numpy
 import pytest
 import torch
 from IPython.core.autocall import ExitAutocall
+from matplotlib.colors import to_rgb
 
 from labkit.checks import collectives, ddp, extensions, failures, fsdp, judge, spatial, two_dim
 from labkit.runs.result import RunResult
@@ -248,8 +252,42 @@ def test_verdicts_show_themselves():
     verdict = judge.Verdict("wrong", "f(1) gave <1>", "4", "Count again.")
     assert repr(verdict) == "wrong: f(1) gave <1>, expected 4. Count again."
     assert repr(judge.Verdict("wrong", "f(1) gave 1")) == "wrong: f(1) gave 1"
-    colours = {judge.Verdict(state)._repr_html_().split("color:")[1][:7] for state in judge.COLOURS}
+    colours = {judge.Verdict(state)._repr_html_().split("color:")[1].split('"')[0] for state in judge.COLOURS}
     assert len(colours) == 3
+
+
+SHARES = (0.2126, 0.7152, 0.0722)
+
+
+def contrast(text, sheet):
+    """How far two colours are apart in brightness, 1 to 21 (WCAG 2.2)."""
+    brightness = []
+    for colour in (text, sheet):
+        channels = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in colour]
+        brightness.append(0.05 + sum(share * each for share, each in zip(SHARES, channels, strict=True)))
+    return max(brightness) / min(brightness)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("colour", sorted({*judge.COLOURS.values()}))
+def test_verdicts_can_be_read_in_both_themes_of_jupyterlab(theme, colour):
+    share = Path(sys.prefix, "share", "jupyter", "lab", "themes", "@jupyterlab", f"theme-{theme}-extension")
+    rules = (share / "index.css").read_text()
+
+    def value(name):
+        (found,) = {text.rpartition(",#")[2].rstrip(")") for text in re.findall(rf"{name}:([^;}}]*)", rules)}
+        return found
+
+    sheet = to_rgb({"white": "#ffffff", "#111": "#111111"}[value("--jp-layout-color0")])
+    name, elsewhere = re.fullmatch(r"var\((.*), (#.*)\)", colour).groups()
+    shown = value(name)
+    if shown.startswith("rgba"):
+        *channels, alpha = (float(each) for each in re.findall(r"[\d.]+", shown))
+        shown = [alpha * each / 255 + (1 - alpha) * under for each, under in zip(channels, sheet, strict=True)]
+    else:
+        shown = to_rgb(f"#{shown}")
+    assert contrast(shown, sheet) >= 4.5
+    assert contrast(to_rgb(elsewhere), to_rgb("white")) >= 4.5
 
 
 def test_a_notebook_shows_the_symptom_first_and_opens_hint_and_value_on_request():

@@ -1,16 +1,19 @@
 """labkit.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
 
+import contextlib
 import functools
 import linecache
 import re
+import tempfile
 import threading
 
 import pytest
 import torch
 
 import labkit
-from labkit.checks import extensions, fsdp, on_ranks, spatial, two_dim
+from labkit.checks import collectives, extensions, fsdp, on_ranks, spatial, two_dim
 from labkit.checks.ranks import answer_program
+from labkit.errors import LabError
 from labkit.launcher import payload_pickling
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
@@ -287,3 +290,52 @@ def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
     read = torch.load(tmp_path / "sent", weights_only=True)
     assert type(read["a"]) is torch.Tensor and not read["a"].requires_grad
     assert read["b"] == [None, 3, "x"] and read["c"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+SWAP = """
+arrived = torch.empty_like(mine)
+handles = [dist.isend(mine, (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
+for handle in handles:
+    handle.wait()
+"""
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("os.fork()", "the function forks: a rank is one process"),
+        ("return torch.nn.Parameter(arrived)", "the function returned a Parameter, not a plain tensor"),
+        ("dist.all_reduce(mine[:1000].clone())", "the numbers are right, but 404,000 bytes were sent"),
+        ("dist.broadcast(mine[:1000].double(), 0)", "the numbers are right, but 408,000 bytes were sent"),
+    ],
+)
+@pytest.mark.parametrize("thread", [False, True])
+def test_what_an_answer_does_besides_is_seen_in_a_thread_too(more, said, thread, answer_to):
+    if thread and not more.startswith("dist"):
+        pytest.skip("only messages may hide in a thread")
+    call = f"import threading\nhidden = threading.Thread(target=lambda: {more})\nhidden.start()\nhidden.join()"
+    body = f"{SWAP}{call if thread else more}\nreturn arrived"
+    answer = answer_to("def shift(mine, rank, ranks):", body, IMPORTS)
+    assert said in collectives.shift(answer).detail
+
+
+def test_ranks_that_wait_for_each_other_are_told_the_line(answer_to):
+    body = "dist.send(mine, (rank + 1) % ranks)\ndist.recv(mine, (rank - 1) % ranks)\nreturn mine"
+    answer = answer_to("def shift(mine, rank, ranks):", body, IMPORTS)
+    seen = collectives.shift(answer, timeout_s=5).detail
+    assert re.search(r"rank \d in line 2 of shift, `dist.send\(mine, \(rank \+ 1\) % ranks\)`: does every", seen)
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_disk_that_a_check_fills_is_no_wrong_answer(small_disk, monkeypatch, verdict_on, room):
+    def run(program, **arguments):
+        with contextlib.suppress(OSError):
+            (small_disk / "more").write_bytes(bytes(room))
+        raise labkit.RankFailed(0, "RuntimeError", "PytorchStreamWriter failed writing file", "", small_disk / "log")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    monkeypatch.setattr(labkit, "run", run)
+    (small_disk / "other").write_bytes(bytes(1024 * 1024 - room))
+    with pytest.raises(LabError, match=f"{small_disk}.*(is full: make room|No space left .*make room), or set TMPDIR"):
+        verdict_on("halo_exchange", "return strip")

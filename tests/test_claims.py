@@ -58,3 +58,13 @@ def test_a_claim_that_does_not_hold_is_an_error_in_tests(monkeypatch):
     claim("2 ranks are faster", True)
     with pytest.raises(AssertionError, match="the claim does not hold: 2 ranks are faster"):
         claim("2 ranks are faster", False)
+
+
+def test_a_claim_about_other_parameters_is_told_and_is_never_an_error(capsys, monkeypatch):
+    monkeypatch.setenv(ENV_STRICT_CLAIMS, "1")
+    claim("the square sends least", False, where=False)
+    assert capsys.readouterr().out == "Said of other parameters than these: the square sends least\n"
+    claim("the square sends least", True, where=False)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(AssertionError, match="does not hold"):
+        claim("the square sends least", False, where=True)

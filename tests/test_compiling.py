@@ -65,6 +65,67 @@ def test_what_is_compiled_of_a_checkpointed_block_is_all_of_it(monkeypatch):
     assert [function.__self__ for function in compiled] == list(checkpoint_wrappers(model).values())
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be compiled, and how: pairs of a module and options."""
+    found = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: found.append((function.__self__, how)) or function)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **how: found.append((module, how)))
+    return found
+
+
+@pytest.mark.parametrize("blocks", [("MLP",), ()])
+def test_inductor_compiles_static_shapes_unless_graphs_are_to_run_as_they_are(compiled, blocks):
+    model = MLPStack(8)
+    wanted = list(model.layers) if blocks else [model]
+    for how, options in (
+        ({}, {"backend": "inductor"}),
+        ({"inductor": False}, {"backend": "eager"}),
+        ({"eager_random": True}, {"backend": "inductor", "options": {"fallback_random": True}}),
+    ):
+        compiled.clear()
+        assert apply_compile(model, blocks, **how) == len(wanted)
+        assert compiled == [(each, {"dynamic": False} | options) for each in wanted]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inductor", [True, False])
+def test_inductor_writes_code_only_if_it_is_to(inductor):
+    model = MLPStack(8)
+    expected = backward(model)
+    apply_compile(model, ("MLP",), inductor=inductor)
+    for actual, tensor in zip(backward(model), expected, strict=True):
+        torch.testing.assert_close(actual, tensor)
+    assert bool(counters["inductor"]) is inductor
+
+
+@pytest.mark.parametrize(
+    ("chosen", "places"),
+    [
+        ((), ["1", "2"]),
+        (("Linear",), ["0", "1.0.0", "1.1", "2.0", "3"]),
+        (("Linear", "NestedBlock"), ["0", "1", "2", "3"]),
+    ],
+)
+def test_the_program_compiles_every_chosen_class_or_the_blocks(applied_fsdp, compiled, chosen, places):
+    lab = NestedWrappedModule()
+    fsdp_matrix.parallelize_model(fsdp_matrix.Config(model="nested", compile=True, compile_only=chosen), None, lab)
+    assert [module for module, _ in compiled] == [lab.net.get_submodule(place) for place in places]
+    assert all("options" not in how for _, how in compiled)
+
+
+def test_dropout_of_compiled_code_draws_as_eager_code_does_where_they_are_compared(applied_fsdp, compiled):
+    lab = NestedWrappedModule()
+    fsdp_matrix.parallelize_model(fsdp_matrix.Config(model="nested", compile=True, check="parity"), None, lab)
+    assert [how["options"] for _, how in compiled] == [{"fallback_random": True}] * 2
+
+
+@pytest.fixture
+def applied_fsdp(monkeypatch):
+    """No FSDP after compiling."""
+    monkeypatch.setattr(fsdp_matrix, "apply_fsdp", lambda model, mesh, **how: (model, {}))
+
+
 def test_a_block_inside_a_block_is_part_of_it():
     model = NestedWrappedModule()
     assert apply_compile(model, ("NestedBlock",), inductor=False) == 2

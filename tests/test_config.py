@@ -309,6 +309,7 @@ def test_what_is_not_at_its_default_keeps_its_limits_on_a_rank(config_class):
     [
         (1, int, {"at_least": 2}, "N = 1, but must be int ≥ 2: two are a pair. Change it in the cell of parameters."),
         (200, int, {"at_least": 1, "multiple_of": 32}, "N = 200, but must be int ≥ 1 and a multiple of 32: "),
+        (9, int, {"at_least": 2, "at_most": 8}, "N = 9, but must be int ≥ 2 and ≤ 8: "),
         (64, int, {"at_least": 70, "multiple_of": 32}, "N = 64, but must be int ≥ 70 and a multiple of 32: "),
         (0, int, {"at_least": 2, "multiple_of": 2}, "N = 0, but must be int ≥ 2 and "),
         (-2, int, {"at_least": 2, "multiple_of": 2}, "N = -2, but must be int ≥ 2 and "),

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
+from labkit.config import build_config
 from labkit.models.convnext import ChannelLayerNorm, ConvNeXt, ConvNeXtBlock, Downsample, GlobalMean, StochasticDepth
 from labkit.theory import spatial
+from launch import convnext_spatial
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,41 @@ def test_the_default_network_is_that_of_the_specification():
     assert model.stages[0].conv.weight.shape == (2, 3, 4, 4)
     assert model.stages[2].conv.weight.shape == (4, 2, 2, 2)
     assert model.head.weight.shape == (10, 4)
+    assert [len(model.stages[stage].norm.weight) for stage in (0, 2)] == [2, 2], "after the stem, before the others"
+    for block in (ConvNeXtBlock(2), model.stages[1], model.stages[3]):
+        assert (block.gamma == 1e-6).all()
+        assert (block.norm.eps, block.drop_path.drop_rate) == (1e-6, 0.0)
+
+
+def backward_flops(model, images):
+    with FlopCounterMode(display=False) as counter:
+        loss = model(images).square().sum()
+        before = counter.get_total_flops()
+        loss.backward()
+    return counter.get_total_flops() - before
+
+
+def test_the_gradient_of_the_images_is_work_of_the_stem():
+    model, images = ConvNeXt(dims=(4, 8)), torch.randn(2, 3, 16, 32)
+    without = backward_flops(model, images)
+    of_stem = 2 * (2 * 4 * 8) * 4 * (3 * 4 * 4)  # samples and places x channels out x channels in and kernel
+    assert backward_flops(model, images.requires_grad_()) - without == of_stem
+    assert images.grad.abs().amax(dim=(1, 2, 3)).min() > 0
+
+
+def test_the_papers_run_computes_the_gradient_of_its_images(monkeypatch):
+    seen, train = [], convnext_spatial.train
+
+    def watch(config, measure, model, images, labels):
+        seen.append(images)
+        return train(config, lambda steps, **how: measure(1, **how), model, images, labels)
+
+    monkeypatch.setattr(convnext_spatial, "train", watch)
+    for preset in ("paper", "small"):
+        small = {"batch": 2, "height": 16, "width": 16, "depths": (1, 1), "dims": (4, 8), "strategy": "plain"}
+        convnext_spatial.main(build_config(convnext_spatial.Config, {"preset": preset, **small}, 1))
+    assert [images.grad is not None for images in seen] == [True, False]
+    assert seen[0].grad.any()
 
 
 def test_mean_over_the_image():

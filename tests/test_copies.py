@@ -231,17 +231,22 @@ def test_cells_without_ids_are_found_by_their_text(course, tmp_path):
     assert len({cell.id for cell in merged.cells}) == len(merged.cells)
 
 
-def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tmp_path):
+@pytest.mark.parametrize("broken", ['{"cells": [', "half a character"])
+def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tmp_path, broken):
     course(BEFORE, "01_first")
     course(BEFORE, "02_sample")
     mine = tmp_path / "my"
     copies.make_copies(mine)
-    (mine / "01_first.ipynb").write_text('{"cells": [')
+    if broken == "half a character":
+        content = json.loads((mine / "01_first.ipynb").read_text())
+        content["cells"][0]["source"] = "\ud800"
+        broken = json.dumps(content)
+    (mine / "01_first.ipynb").write_text(broken)
     course(AFTER, "01_first")
     course(AFTER, "02_sample")
     (second,), (first,) = copies.update_copies(mine)
     assert re.search(words("01_first.ipynb … python -m labkit reset 01_first"), first)
-    assert (mine / "01_first.ipynb").read_text() == '{"cells": ['
+    assert (mine / "01_first.ipynb").read_text() == broken
     assert "cells with a new text" in second
 
 
@@ -253,7 +258,7 @@ def test_a_copy_of_unknown_origin_is_left_alone(course, tmp_path):
     assert re.search(words("02_sample.ipynb … reset 02_sample"), said)
 
 
-def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
+def test_a_reset_keeps_the_earlier_copy_each_time_in_one_folder_with_the_time_first(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
     lab = lab_catalog.find_lab("02_sample")
     assert copies.reset_copy(lab, mine) is None
@@ -262,7 +267,9 @@ def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
         (mine / path.name).write_text(text)
         kept.append(copies.reset_copy(lab, mine))
     assert [path.read_text() for path in kept] == ["first", "second"]
-    assert all(re.fullmatch(r"02_sample\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?\.ipynb", path.name) for path in kept)
+    name = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?_02_sample\.ipynb"
+    assert all(path.parent == mine / "earlier" and re.fullmatch(name, path.name) for path in kept)
+    assert [each.name for each in mine.glob("*.ipynb")] == [path.name], "JupyterLab shows one notebook of this lab"
     assert (mine / path.name).read_text() == path.read_text()
 
 
@@ -360,7 +367,8 @@ def test_commands_say_what_they_did(course, tmp_path, capsys):
     mine = str(tmp_path / "my")
     assert main(["reset", "2", "--folder", mine]) == 0
     assert main(["reset", "2", "--folder", mine]) == 0
-    assert re.search(r"made .*02_sample.ipynb; the earlier one is .*02_sample\.2", capsys.readouterr().out)
+    kept = r"made .*02_sample.ipynb; the earlier one is .*my/earlier/20.*_02_sample\.ipynb"
+    assert re.search(kept, capsys.readouterr().out)
     course(AFTER)
     assert main(["update", "--folder", mine]) == 0
     assert "02_sample: 5 cells with a new text, 1 new, 1 removed, 0 left as you have them" in capsys.readouterr().out

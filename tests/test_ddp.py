@@ -61,6 +61,49 @@ def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor
         assert compiled == [False, False, True, True]
 
 
+def compare_eager(case):
+    return parity.compare_techniques(chain(case, 8), mesh(), ddp.DDP_CASES[case], modes=("ddp", "replicate"))
+
+
+@pytest.mark.parametrize("case", [name for name in ddp.DDP_CASES if name != "gpu"])
+def test_without_a_compiler_every_case_gives_the_gradients_of_one_device(ranks, case):
+    for verdict in ranks(2)(compare_eager, case):
+        assert verdict["ok"], verdict
+        assert verdict["compared"] == verdict["expected"] == 2 * (2 * 9 + 8)
+        assert verdict["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}.get(case, "float32")
+        assert verdict["sent_bytes"] == dict.fromkeys(("ddp", "replicate"), 2 * 4 * 4 * 72 // ON_THE_WIRE.get(case, 1))
+
+
+@pytest.mark.parametrize(("case", "calls"), [("checkpoint", 2), ("cpu", 1)])
+def test_the_case_of_checkpoint_computes_the_first_layer_twice(case, calls):
+    model, called = chain(case, 8)(), []
+    model.fc1.register_forward_pre_hook(lambda *_: called.append(1))
+    inputs = model.get_input(CPU)
+    model.get_loss(inputs, model(*inputs)).backward()
+    assert len(called) == calls
+
+
+def averaged_gradients(mode, case):
+    """What a rank has after a backward pass, and what it should have: a mean in the case's type."""
+    lab, expected = chain(case, 16)(), chain(case, 16)()
+    inputs = lab.get_input(CPU, seed=dist.get_rank())
+    with ddp.apply_technique(lab, mesh(), mode, ddp.DDP_CASES[case]) as (model, _):
+        lab.get_loss(inputs, model(*inputs)).backward()
+    expected.get_loss(inputs, expected(*inputs)).backward()
+    for parameter in expected.parameters():
+        sent = parameter.grad.to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(case, "float32")))
+        dist.all_reduce(sent.div_(dist.get_world_size()))
+        parameter.grad = sent.float()
+    return [[parameter.grad.tolist() for parameter in model.parameters()] for model in (lab, expected)]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "replicate"])
+@pytest.mark.parametrize("case", ["cpu", "bf16", "fp16"])
+def test_gradients_are_rounded_to_the_type_that_they_travel_in(ranks, mode, case):
+    for actual, expected in ranks(2)(averaged_gradients, mode, case):
+        assert actual == expected
+
+
 def unaveraged():
     """Forget to average."""
     original = ddp.gradient_sync
@@ -76,21 +119,38 @@ def eager_backward(*, inductor):
     yield
 
 
-def uncompiled(inductor):
-    """Forget to compile the backward pass."""
-    original = ddp.compile_backward
-    ddp.compile_backward = eager_backward
+def compiled_otherwise(forgotten, inductor):
+    """Compile one pass in another way than was asked for."""
+    original = getattr(ddp, forgotten)
+    others = {
+        "compile_backward": eager_backward,
+        "apply_compile": lambda model, *, inductor: None,
+        "capture_generated_code": lambda: contextlib.nullcontext(["_c10d_functional"]),
+    }
+    setattr(ddp, forgotten, others[forgotten])
     try:
         return parity.compare_techniques(chain("cpu", 8), mesh(), ddp.DDP_CASES["cpu"], steps=1, inductor=inductor)
     finally:
-        ddp.compile_backward = original
+        setattr(ddp, forgotten, original)
 
 
 @pytest.mark.parametrize("inductor", [True, False])
 def test_the_comparison_sees_that_nothing_was_compiled(ranks, inductor):
-    for verdict in ranks(2)(uncompiled, inductor):
+    for verdict in ranks(2)(compiled_otherwise, "compile_backward", inductor):
         assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5
         assert verdict["compiled_backwards"]["compiled"] == 0
+
+
+def test_the_comparison_sees_a_program_of_inductors_where_there_should_be_none(ranks):
+    for verdict in ranks(2)(compiled_otherwise, "capture_generated_code", False):
+        assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5
+
+
+@pytest.mark.long
+def test_the_comparison_sees_that_the_forward_pass_was_not_compiled(ranks):
+    for verdict in ranks(2)(compiled_otherwise, "apply_compile", True):
+        assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5
+        assert verdict["compiled_backwards"]["compiled"] > 0
 
 
 def early_waits():
@@ -178,6 +238,14 @@ def test_inductor_fuses_no_gradient_that_travels_in_sixteen_bits(ranks):
     for seen, counted, _ in ranks(2)(compiled_wire, "coalesced", True, "bf16"):
         assert counted == 0
         assert seen == [list(b.items()) for b in chain_buckets(DIM, BUCKET_MB, way="compiled", compressed=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "first_layer"), [("checkpoint", 1), ("cpu", 0)])
+def test_a_compiled_backward_pass_computes_the_first_layer_again_if_it_is_a_checkpoint(ranks, case, first_layer):
+    for _, _, program in ranks(2)(compiled_wire, "coalesced", True, case):
+        assert program.count(".addmm(") == first_layer, "with its bias; no gradient has one"
+        assert program.count(".mm(") == 4 + 3, "gradients of four weights and three inputs"
 
 
 def settings():

@@ -1,5 +1,6 @@
 """launch/ddp_compile: three buckets at width 2000, in theory, by inductor's count, in its program and on the wire."""
 
+import contextlib
 import json
 from functools import partial
 
@@ -17,6 +18,7 @@ from labkit.launcher.run import find_program
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
 from labkit.theory.ddp import chain_buckets
+from launch import ddp_compile
 
 ASK_FOR_ALL = ["request 0", "request 1", "request 2", "wait 0", "wait 1", "wait 2"]
 ON_TOP = {  # of older gradients: what has arrived is added to them when the compiler sees fit, not in turn
@@ -48,6 +50,7 @@ def look(dim, bucket_mb, fuse, case="cpu"):
         pytest.param(2000, 5.0, "concat", "cpu", 5, marks=pytest.mark.long),
         pytest.param(2000, 100.0, "coalesced", "cpu", 2, marks=pytest.mark.long),
         (512, 1.6, "coalesced", "backward_only", 3),
+        (512, 1.6, "concat", "cpu", 3),
     ],
 )
 def test_buckets_are_as_predicted_without_gradients_and_on_top_of_them(ranks, dim, bucket_mb, fuse, case, buckets):
@@ -59,6 +62,8 @@ def test_buckets_are_as_predicted_without_gradients_and_on_top_of_them(ranks, di
         assert verdict["listed_bytes"] == verdict["handed_bytes"] == [verdict["predicted_bytes"]] * 2
         assert sum(verdict["predicted_bytes"]) == 4 * 4 * (dim * dim + dim)
         assert verdict["programs"] == 2 and verdict["waits_missing"] == 0
+        waits = [sum(buckets) for buckets in verdict["waits"]]
+        assert waits == [buckets if fuse == "concat" else 8] * 2, "one for every tensor that is sent"
         if (dim, bucket_mb) == (2000, 25.0):
             assert verdict["orders"] == [ASK_FOR_ALL, ON_TOP[fuse]]
 
@@ -174,6 +179,14 @@ def test_what_cannot_work_is_refused_before_a_launch(parameters, message):
 def test_more_ranks_than_gpus_are_refused_by_the_gpu_case():
     with pytest.raises(ParameterError, match=f"case gpu needs a GPU a rank: {GPUS} for {GPUS + 1} ranks; use case cpu"):
         labkit.run("ddp_compile", nproc=GPUS + 1, check="parity", case="gpu")
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [(1, True), (2, False)])
+def test_the_gpu_case_wants_a_gpu_for_every_rank(monkeypatch, gpus, refused):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = ddp_compile.Config(case="gpu", check="parity", inductor=False)
+    with pytest.raises(ValueError, match="1 for 2 ranks") if refused else contextlib.nullcontext():
+        config.validate(2)
 
 
 @pytest.fixture

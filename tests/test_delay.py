@@ -1,17 +1,21 @@
 """labkit.models.delay: how long a pause is, when it comes, and that values do not change."""
 
+import contextlib
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from labkit.models import delay
+from labkit import torch_private
+from labkit.models import delay, moe
 from labkit.models.delay import ModuleWithDelay, NestedWithDelay, delay_compute, delay_reduction, pause_device
 from labkit.models.mlp import MLP, MLPStack
 from labkit.models.moe import MixtureOfExperts
 from labkit.models.transformer import TransformerWithSharedParams
+from launch import fsdp_matrix
 
 CPU = torch.device("cpu")
 
@@ -20,7 +24,8 @@ CPU = torch.device("cpu")
 def events(monkeypatch):
     """What happens in a step, in order: pauses are noted, not waited for."""
     noted = []
-    monkeypatch.setattr(delay, "pause_device", lambda ms, device: noted.append(f"pause {ms}") if ms > 0 else None)
+    for module in (delay, moe):
+        monkeypatch.setattr(module, "pause_device", lambda ms, device: noted.append(f"pause {ms}") if ms > 0 else None)
     return noted
 
 
@@ -34,6 +39,15 @@ def test_a_pause_lasts_as_long_as_it_says():
     start = time.perf_counter()
     pause_device(20, CPU)
     assert 0.02 <= time.perf_counter() - start < 0.2
+
+
+def test_a_pause_on_a_gpu_is_as_many_cycles_as_its_clock_makes_in_that_time(monkeypatch):
+    cycles, event = [], mock.Mock(elapsed_time=lambda end: 40.0)  # ms for 20 million cycles: 0.5 GHz
+    monkeypatch.setattr(torch_private, "sleep", cycles.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    pause_device(3, torch.device("cuda", 99))
+    assert cycles[-1] == 1_500_000
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -117,13 +131,31 @@ def test_a_delay_of_nothing_leaves_the_block_alone(change):
 
 
 def test_the_model_with_delays_pauses_after_the_loss_and_at_every_block(events):
-    model = ModuleWithDelay(MLPStack(), 5, 3)
+    inner = MLPStack()
+    get_loss = inner.get_loss
+    inner.get_loss = lambda *given: events.append("loss") or get_loss(*given)
+    model = ModuleWithDelay(inner, 5, 3)
     assert model.block_types == ("MLP",)
     inputs = model.get_input(CPU)
     loss = model.get_loss(inputs, model(*inputs))
-    assert events == ["pause 5"]
+    assert events == ["loss", "pause 5"]
     model.run_backward(loss)
-    assert events == ["pause 5", "pause 3", "pause 3", "pause 3"]
+    assert events == ["loss", "pause 5", "pause 3", "pause 3", "pause 3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "pauses"),
+    [
+        ({"model": "moe", "delay_before_free_ms": 4}, ["pause 4", "pause 4"]),
+        ({"model": "delay", "delay_after_loss_ms": 5}, ["pause 5"]),
+        ({"model": "delay", "delay_before_reduction_ms": 3}, ["pause 3", "pause 3", "pause 3"]),
+    ],
+)
+def test_the_model_of_the_program_pauses_as_its_options_say(events, options, pauses):
+    model = fsdp_matrix.build_model(fsdp_matrix.Config(**options), CPU, 0)
+    inputs = model.get_input(CPU)
+    model.run_backward(model.get_loss(inputs, model(*inputs)))
+    assert events == pauses
 
 
 def test_the_nested_model_pauses_at_inner_blocks_too(events):
@@ -152,14 +184,16 @@ def test_delays_change_no_value():
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
 
 
-def test_the_mixture_pauses_after_its_shared_part_and_its_expert(monkeypatch):
-    noted = []
-    monkeypatch.setattr("labkit.models.moe.pause_device", lambda ms, device: noted.append(ms))
+def test_the_mixture_pauses_once_its_shared_part_and_its_expert_have_computed(events, monkeypatch):
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *rest: events.append(x.shape[-1]) or linear(x, *rest))
     model = MixtureOfExperts(delay_before_free_ms=4)
-    model(*model.get_input(CPU))
-    assert noted == [4, 4]
-    MixtureOfExperts()(*model.get_input(CPU))
-    assert noted == [4, 4]
+    inputs = model.get_input(CPU)
+    model(*inputs)
+    assert events == [8, 12, "pause 4", 23, "pause 4", 12]
+    events.clear()
+    MixtureOfExperts()(*inputs)
+    assert events == [8, 12, 23, 12]
 
 
 def test_a_delayed_block_can_be_checkpointed():

@@ -46,6 +46,7 @@ def test_release_reads_any_build(version, numbers):
         ("2.11.0", "wrong on torch 2.11.0 (gradients are lost)"),
         ("2.12.0", "wrong on torch 2.12.0 (pytorch/pytorch#191926)"),
         ("2.13.0+cu130", "wrong on torch 2.13.0+cu130 (pytorch/pytorch#191926)"),
+        ("2.14.1", "wrong on torch 2.14.1 (pytorch/pytorch#191926)"),
         ("2.12.1", "never measured"),
         ("2.14.0", "never measured"),
     ],
@@ -64,10 +65,21 @@ def test_what_an_older_torch_cannot_do_is_listed_with_its_issue(monkeypatch, ver
     assert ("needs torch 2.13 (pytorch/pytorch#143748)" in finding.detail) == (status == "NOTE")
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.10.2", "FAIL"), ("2.11.0", "OK"), ("3.0.0", "OK")])
-def test_old_torch_fails(monkeypatch, version, status):
+@pytest.mark.parametrize(
+    ("version", "status", "labs"),
+    [
+        ("2.10.2", "FAIL", doctor.EVERY_LAB),
+        ("2.11.0", "OK", ""),
+        ("2.13.9+cpu", "OK", ""),
+        ("2.14.0", "FAIL", "any lab may stop"),
+        ("3.0.0", "FAIL", "any lab may stop"),
+    ],
+)
+def test_a_torch_outside_the_tested_range_fails_and_says_which_to_install(monkeypatch, version, status, labs):
     monkeypatch.setattr(torch, "__version__", version)
-    assert doctor.check_torch().status == status
+    finding = doctor.check_torch()
+    assert finding.status == status and labs in finding.labs
+    assert finding.fix == ("" if status == "OK" else "pip install 'torch>=2.11,<2.14'")
 
 
 @pytest.mark.parametrize(("version", "status"), [("3.10.14", "FAIL"), ("3.11.0", "OK"), ("3.14.1", "OK")])

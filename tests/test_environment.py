@@ -1,11 +1,20 @@
-"""pyproject.toml, constraints.txt and environment.yml name the same packages at the same versions."""
+"""constraints.txt pins what pyproject.toml needs, and environment.yml gives learners just that."""
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 
 import pytest
 import yaml
+
+from labkit import torch_private
+from labkit.requirements import MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION, parse_version
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +51,58 @@ def declared(project):
     return {requirement_name(entry) for group in groups for entry in group} - {"labkit"}
 
 
-def environment(repository):
-    return yaml.safe_load((repository / "environment.yml").read_text())
+@pytest.fixture(scope="module")
+def conda(repository):
+    """environment.yml: what conda installs, and the lines that it hands to pip."""
+    *plain, last = yaml.safe_load((repository / "environment.yml").read_text())["dependencies"]
+    return plain, last["pip"]
 
 
-def test_environment_yml_lists_what_pyproject_lists_at_the_pinned_versions(repository, project, pins):
-    dependencies = environment(repository)["dependencies"]
-    (packages,) = [entry["pip"] for entry in dependencies if isinstance(entry, dict)]
-    assert packages[-1] == "--editable ."
-    assert sorted(packages[:-1]) == sorted(f"{name}=={pins[name]}" for name in declared(project))
-
-
-def test_environment_yml_has_python_in_the_supported_range(repository, project):
-    plain = [entry for entry in environment(repository)["dependencies"] if isinstance(entry, str)]
-    assert plain == ["python=3.11", "pip"]
+def test_environment_yml_has_python_a_compiler_and_the_learners_packages(conda, project):
+    plain, lines = conda
+    assert plain == ["python=3.11", "pip", "cxx-compiler"]
     assert project["requires-python"] == ">=3.11"
+    assert lines == [f"--extra-index-url {CPU_INDEX}", "--constraint constraints.txt", "--editable .[notebook]"]
+
+
+def resolve(*options, folder, timeout_s=60):
+    """What pip would install into an empty environment, versions by name, and its error where that cannot be."""
+    command = [*(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"), *options]
+    command += ["--retries", "1", "--timeout", "10", "--report", "report.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        return {}, done.stderr
+    packages = [each["metadata"] for each in json.loads((folder / "report.json").read_text())["install"]]
+    return {normal(each["name"]): each["version"] for each in packages}, ""
+
+
+@pytest.mark.long  # pip reads 125 packages, most of which it has to download for that
+@pytest.mark.timeout(400)
+def test_pip_finds_every_package_of_environment_yml_at_its_pinned_version(conda, pins, repository, tmp_path):
+    if not resolve("--no-deps", "cloudpickle", folder=tmp_path)[0]:
+        pytest.skip("no package index can be reached: set PIP_INDEX_URL to one")
+    # As conda and mamba do it: a file of requirements beside environment.yml.
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(repository / name, tmp_path)
+    (tmp_path / "requirements.txt").write_text("\n".join(conda[1]))
+    found, problem = resolve("-r", "requirements.txt", folder=tmp_path, timeout_s=360)
+    assert found, problem
+    versions = {name: version.partition("+")[0] for name, version in found.items() if name != "labkit"}
+    # They belong to the CUDA build of torch.
+    unpinned = [name for name in versions.keys() - pins.keys() if not name.startswith(("nvidia", "cuda", "triton"))]
+    assert unpinned == [] and {"torch", "jupyterlab", "nbclient", "pyzmq"} <= versions.keys()
+    assert versions.items() <= pins.items() | {(name, versions[name]) for name in versions.keys() - pins.keys()}
+    cpu, _ = resolve("--no-deps", "--index-url", CPU_INDEX, f"torch=={pins['torch']}", folder=tmp_path)
+    if sys.platform != "linux" or not cpu or "+cpu" not in cpu["torch"]:
+        pytest.skip(f"all pins are found; {CPU_INDEX} cannot be reached, so torch's build is not compared")
+    assert found["torch"] == f"{pins['torch']}+cpu" and versions.keys() <= pins.keys()
 
 
 def test_pinned_torch_is_in_the_supported_range(project, pins):
-    assert "torch>=2.11" in project["dependencies"]
-    assert pins["torch"] == "2.13.0"
+    least, most = (".".join(map(str, each)) for each in (MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION))
+    assert f"torch>={least},<{most}" in project["dependencies"]
+    assert pins["torch"] == torch_private.SEEN[-1]
+    assert MIN_TORCH_VERSION <= parse_version(pins["torch"]) < UNTESTED_TORCH_VERSION
 
 
 def test_every_requirement_of_every_pinned_package_is_pinned(project, pins):

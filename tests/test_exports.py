@@ -52,16 +52,28 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "nameless.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"name": ""}))
     (tmp_path / "odd.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"verdicts": {"fsdp": 3}}))
+    good = json.loads(thirty[0].read_text())
+    for name, change in {
+        "surrogate": {"name": "\ud800"},
+        "lab": {"verdicts": {"\udcff": {}}},
+        "year1": {"when": "0001-01-01T00:00:00+14:00"},
+        "year9999": {"when": "9999-12-31T23:59:59-14:00"},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(good | change))
     newer = json.loads(thirty[3].read_text()) | {"when": "2999-01-01T00:00:00+00:00", "verdicts": {}}
     (tmp_path / "00_again.json").write_text(json.dumps(newer))
-    files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json")]
+    files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json"), 5000 * "x"]
     assert main(["collect", *files, "--csv", str(tmp_path / "table.csv")]) == 1
     said = capsys.readouterr()
-    assert "30 of 37 files" in said.out
+    assert "30 of 42 files" in said.out
     for name, why in {
         "broken": "not JSON",
         "foreign": "not made by `python -m labkit export`",
         "binary": "not JSON",
+        "surrogate": r"broken \(surrogates not allowed\)",
+        "lab": r"broken \(surrogates not allowed\)",
+        "year1": "its name, version or time is missing",
+        "year9999": "its name, version or time is missing",
         "nameless": "its name, version or time is missing",
         "odd": "holds no verdicts",
         "missing": "cannot be read",
@@ -97,7 +109,7 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
     )
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
-    assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
+    assert "wrote labkit-Ada_B____Lovelace.json, of Ada B. / Lovelace; exercises passed: 1" in capsys.readouterr().out
     found = exports.read_export(tmp_path / "labkit-Ada_B____Lovelace.json")
     assert (found.name, found.labkit) == ("Ada B. / Lovelace", metadata.version("labkit"))
     assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
@@ -105,6 +117,25 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
     assert exports.read_export(tmp_path / "mine.json").name
     assert main(["export", "mine.json", "--name", "  ", "--folder", str(tmp_path)]) == 1
     assert "needs a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "progress"])
+def test_a_folder_without_copies_is_refused(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--folder", "elsewhere"]) == 1
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'elsewhere'} holds no copies of the labs: go to the folder that holds my/, or name yours with"
+        " --folder\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_collect_wants_files_and_shows_no_table_of_nobody(tmp_path, capsys):
+    assert main(["collect"]) == 2
+    assert capsys.readouterr().err == "no file is given: name those that `export` wrote, such as *.json\n"
+    assert main(["collect", str(tmp_path / "*.json")]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "0 of 1 files\n" and "*.json: cannot be read" in shown.err
 
 
 def test_export_writes_over_no_other_file(tmp_path):

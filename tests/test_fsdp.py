@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixture_cells import run_cells
+from fixture_long import long_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -48,47 +49,54 @@ GRADIENTS = {
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2, "fp16": 2e-3, "pure_fp16": 2e-3}
 
 
-@pytest.fixture(
-    scope="module", params=[*(pytest.param((fsdp, 1), marks=pytest.mark.long) for fsdp in (1, 2)), (2, 5)], ids=str
-)
+PARITY = fsdp_grid.pairwise_sample()
+# Of each model with one version or the other; without a wrapper, too.
+SEEN = [*fsdp_grid.CONTROLS[:12:2], *fsdp_grid.CONTROLS[13::2], fsdp_grid.CONTROLS[-1]]
+
+
+@pytest.fixture(scope="module")
 def verdicts(request):
-    """The FSDP version, one in how many cells was run, and what the parity check said of each."""
-    fsdp, every = request.param
-    result = labkit.run(GRID, nproc=2, device="cpu", fsdp=fsdp, every=every)
+    """What the parity check says of each cell that this session asks for, by test and cell: one launch."""
+    items = [item for item in request.session.items if "verdicts" in getattr(item, "fixturenames", ())]
+    asked = [next(iter(item.callspec.params.items())) for item in items if not item.get_closest_marker("skip")]
+    cells = [json.dumps((kind == "control", cell)) for kind, cell in asked]
+    result = labkit.run(GRID, nproc=2, device="cpu", timeout_s=500, cells=cells)
     lines = [json.loads(line) for line in result.ranks[0].log().splitlines() if line.startswith('{"')]
-    return fsdp, every, lines
+    return dict(zip(((kind, fsdp_grid.name_of(cell)) for kind, cell in asked), lines, strict=True))
 
 
-@pytest.mark.timeout(200)
-def test_every_cell_of_the_grid_equals_one_device(verdicts):
-    fsdp, every, lines = verdicts
-    cells = fsdp_grid.cells(fsdp)
-    assert len(cells) == {1: 12 * (4 + 4) + 17 + 3, 2: 12 * (8 + 4) + 11 * 2 + 17 + 2}[fsdp]
-    right = [verdict for verdict in lines if not verdict["wrong"]]
-    for cell, verdict in zip(cells[::every], right, strict=True):
-        expected = json.loads(json.dumps(cell))
-        assert expected.items() <= verdict.items(), "each cell answers in its turn"
-        precision, steps = cell.get("precision", "fp32"), 2 if cell.get("precision", "fp32") == "fp32" else 1
-        assert verdict["ok"], verdict
-        assert verdict["max_rel_error"] <= verdict["limit"] == LIMITS[precision], verdict
-        assert verdict["compared"] == verdict["expected"], verdict
-        named = cell.get("use_orig_params", True)
-        gradients = GRADIENTS[cell["model"]] if named else 0
-        outputs = 2 if cell["model"] == "double_linear" else 1
-        inputs = 1 if cell.get("input_grad") else 0
-        least = steps * (1 + outputs + inputs) + gradients + GRADIENTS[cell["model"]]
-        assert verdict["compared"] >= least, "losses, outputs, gradients, parameters"
-        assert named or verdict["compared"] < least + GRADIENTS[cell["model"]], "a flat parameter has no names"
-        if cell.get("scaler"):
-            assert verdict["scale"] == 65536.0
+@pytest.mark.timeout(520)
+@pytest.mark.parametrize("cell", long_but(PARITY, fsdp_grid.CELLS), ids=fsdp_grid.name_of)
+def test_a_cell_of_the_grid_equals_one_device(verdicts, cell):
+    verdict = verdicts["cell", fsdp_grid.name_of(cell)]
+    assert verdict["ok"], verdict
+    assert verdict["max_rel_error"] <= verdict["limit"] == LIMITS[cell.get("precision", "fp32")], verdict
+    assert verdict["compared"] == verdict["expected"], verdict
+    named = cell.get("use_orig_params", True)
+    gradients = GRADIENTS[cell["model"]] if named else 0
+    outputs = 2 if cell["model"] == "double_linear" else 1
+    inputs = 1 if cell.get("input_grad") else 0
+    least = fsdp_grid.steps_of(cell) * (1 + outputs + inputs) + gradients + GRADIENTS[cell["model"]]
+    assert verdict["compared"] >= least, "losses, outputs, gradients, parameters"
+    assert named or verdict["compared"] < least + GRADIENTS[cell["model"]], "a flat parameter has no names"
+    if cell.get("scaler"):
+        assert verdict["scale"] == 65536.0
 
 
-def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts):
-    fsdp, _, lines = verdicts
-    wrong = [verdict for verdict in lines if verdict["wrong"]]
-    assert [verdict["model"] for verdict in wrong] == [cell["model"] for cell in fsdp_grid.controls(fsdp)]
-    for verdict in wrong:
-        assert not verdict["ok"] and 0.005 < verdict["max_rel_error"] < 0.02, verdict
+@pytest.mark.timeout(520)
+@pytest.mark.parametrize("control", long_but(SEEN, fsdp_grid.CONTROLS), ids=fsdp_grid.name_of)
+def test_gradients_that_are_one_percent_off_are_seen(verdicts, control):
+    verdict = verdicts["control", fsdp_grid.name_of(control)]
+    assert not verdict["ok"] and 0.005 < verdict["max_rel_error"] < 0.02, verdict
+
+
+def test_every_setting_of_the_grid_is_in_the_sample_and_every_model_with_both_versions():
+    assert len(fsdp_grid.CELLS) == 12 * (4 + 4) + 19 + 3 + 12 * (8 + 4) + 11 * 2 + 19 + 2
+    assert len({fsdp_grid.name_of(cell) for cell in fsdp_grid.CELLS}) == len(fsdp_grid.CELLS)
+    settings = {(name, str(value)) for cell in fsdp_grid.CELLS for name, value in cell.items()}
+    assert settings == {(name, str(value)) for cell in PARITY for name, value in cell.items()}
+    versions = {(cell["fsdp"], cell["model"]) for cell in PARITY}
+    assert versions == set(itertools.product((1, 2), catalog.MODELS)) and len(PARITY) <= 42
 
 
 def test_the_comparison_sees_outputs_of_another_structure_and_leaves_that_differ():
@@ -117,11 +125,12 @@ def test_the_reference_has_gradients_that_are_alive(model):
 
 def test_experts_differ_and_the_shared_part_does_not():
     one_device = parity.OneDevice(lambda index: catalog.create_model("moe", seed=0, expert_seed=index), 2)
-    one_device.train_step(0)
     first, second = one_device.copies
+    start = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    one_device.train_step(0)
     local = {id(p) for module in first.local_modules() for p in module.parameters()}
     same = [torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
-    assert same == [id(p) not in local for p in first.parameters()]
+    assert start == same == [id(p) not in local for p in first.parameters()]
     assert True in same and False in same
 
 
@@ -228,12 +237,12 @@ def test_frozen_blocks_have_neither_gradient_nor_optimizer_state(runs):
     assert checked.value("ok") and checked.value("compared") == 4 + 12 + 8, "losses, outputs, parameters, gradients"
 
 
-def init_modes(fsdp_init, cuda_init, fsdp):
+def init_modes(fsdp_init, cuda_init, fsdp, name="mlp_stack"):
     """One training step in these modes: how many tensors equal one device's, and how many units there are."""
     device, mesh = torch.device("cpu"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
-    model = catalog.create_model("mlp_stack", seed=0)
+    model = catalog.create_model(name, seed=0, expert_seed=dist.get_rank())
     wrapped, units = init_model(model, mesh, device, fsdp_init=fsdp_init, cuda_init=cuda_init, fsdp=fsdp)
-    one_device = parity.OneDevice(lambda index: catalog.create_model("mlp_stack", seed=0), 2)
+    one_device = parity.OneDevice(lambda index: catalog.create_model(name, seed=0, expert_seed=index), 2)
     optimizer, mine = parity.make_sgd(wrapped), dist.get_rank()
     inputs = parity.draw_samples(model, device, 0, mine)
     output = wrapped(*inputs)
@@ -251,6 +260,13 @@ def init_modes(fsdp_init, cuda_init, fsdp):
 )
 def test_every_way_to_initialise_trains_as_one_device(ranks, fsdp_init, cuda_init, fsdp, units):
     assert ranks(2)(init_modes, fsdp_init, cuda_init, fsdp) == [(True, 2 + 2 * 12, units)] * 2
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize("fsdp_init", list(FSDPInitMode))
+def test_experts_learn_from_their_own_rank_alone(ranks, fsdp_init, fsdp):
+    for ok, compared, _ in ranks(2)(init_modes, fsdp_init, CUDAInitMode.NEVER, fsdp, "moe"):
+        assert (ok, compared) == (True, 2 + 2 * 8)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -325,6 +341,7 @@ def test_nested_skip_and_unknown_blocks():
     assert list(fsdp_units(model, layer_types(model))) == [
         *("linear", "linear_skip.lin", "nested_linear.nested_linear.nested_linear")
     ]
+    assert list(fsdp_units(MLPStack(), ("MLP",), skip=(1,))) == ["layers.0", "layers.2"]
     with pytest.raises(ValueError, match=r"no block of type Missing in SkipModel: it has .*Linear"):
         fsdp_units(model, ("Missing",))
     with pytest.raises(ValueError, match=r"skip \[9\] counts blocks that are not there: the model has 3"):
@@ -357,3 +374,13 @@ def test_compiled_compute_gives_the_losses_of_eager_compute():
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 2 * (1 + 3 + 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_compiled_compute_is_compared_with_one_device(fsdp):
+    how = {"model": "mlp_stack", "compile": True, "check": "parity", "steps": 3, "fsdp": fsdp}
+    (verdict,) = run_cells("fsdp_matrix", 2, [how], timeout_s=180)
+    assert verdict.value("ok") and verdict.value("compared") == 3 * 2 + 12 + 12
+    assert verdict.value("compiled_graphs") == 3

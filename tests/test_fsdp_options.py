@@ -1,5 +1,7 @@
 """launch/fsdp_matrix beyond wrapping: hybrid sharding, FSDP1's own options, the scaler, units by policy, refusals."""
 
+import contextlib
+import json
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
-from labkit import parity
+from labkit import parity, rank
 from labkit.config import build_config, read_config
 from labkit.launcher.run import find_program
 from labkit.models import catalog
@@ -22,7 +24,7 @@ from labkit.parallel import fsdp, units
 from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parity import extensions
 from labkit.theory import fsdp as theory
-from launch import fsdp_matrix
+from launch import fsdp_matrix, fsdp_wrap
 
 HYBRID = {"hybrid": 2, "steps": 1, "model": "mlp_stack", "dim": 64}
 PARITY = {"hybrid": 2, "check": "parity", "steps": 2}
@@ -70,18 +72,39 @@ OPTIONS = {
     "none": {"backward_prefetch": "none"},
     "forward": {"forward_prefetch": True},
 }
+DELAYED = {
+    "moe": {"model": "moe", "delay_before_free_ms": 30},
+    "delay": {"model": "delay", "delay_after_loss_ms": 30, "delay_before_reduction_ms": 30},
+}
 
 
 @pytest.fixture(scope="module")
-def timelines():
-    """What rank 0 did, in order, by option: (lane, unit, phase)."""
-    found = {}
-    results = run_cells("fsdp_matrix", 2, [SLOW | option for option in OPTIONS.values()])
-    for name, result in zip(OPTIONS, results, strict=True):
-        bars = result.frame.query("kind == 'bar' and rank == 0").sort_values("start_us")
-        bars = bars[bars.lane != "exposed"]
-        found[name] = list(zip(bars.lane, bars["name"], bars.phase, strict=True))
-    return found
+def bars():
+    """What rank 0 did, in order, by option."""
+    cells = {name: SLOW | option for name, option in OPTIONS.items()}
+    cells |= {name: option | {"timeline": True, "steps": 1} for name, option in DELAYED.items()}
+    results = run_cells("fsdp_matrix", 2, list(cells.values()))
+    frames = [each.frame.query("kind == 'bar' and rank == 0 and lane != 'exposed'") for each in results]
+    return {name: frame.sort_values("start_us") for name, frame in zip(cells, frames, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def timelines(bars):
+    """(lane, unit, phase) of the same."""
+    return {name: list(zip(each.lane, each["name"], each.phase, strict=True)) for name, each in bars.items()}
+
+
+def test_the_delays_of_a_model_are_where_its_options_say(bars):
+    def longer_than_30_ms(name):
+        return {(bar["name"], bar.phase) for _, bar in bars[name].iterrows() if bar.dur_us > 30_000}
+
+    assert longer_than_30_ms("moe") >= {("net.1", "forward"), ("net.2", "forward")}
+    blocks = ("module.net.1", "module.net.1.0", "module.net.2")
+    assert longer_than_30_ms("delay") >= {(block, "backward") for block in blocks}
+    delay = bars["delay"]
+    last = delay[(delay["name"] == "module.net.2") & (delay.phase == "forward")].iloc[-1]
+    backward = delay[delay.phase == "backward"].iloc[0]
+    assert backward.start_us - last.start_us > 30_000, "after the loss"
 
 
 def gathers_before(events, *wanted):
@@ -140,6 +163,72 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks):
         assert steps == [(2048.0, 20, 2), (1024.0, 20, 0)]
 
 
+class Recorder(torch.optim.SGD):
+    """Says what it was asked, and what the gradient was just before the step's first batch added to it."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        self.asked = []
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        gradient = self.param_groups[0]["params"][0].grad
+        self.asked.append(None if gradient is None else gradient.abs().max().item())
+
+
+def train_alone(here, steps, config, scaler=None):
+    """What the optimizer saw, the recorded losses, and what each step left; no wrapper, and a rate of 0."""
+    lab = catalog.create_model(config.model, seed=0)
+    scaler = scaler or fsdp_matrix.make_grad_scaler(config, here.device)
+    loop, recorder = fsdp_matrix.TrainingLoop(config, here, lab, lab, scaler), Recorder(lab)
+    losses = []
+
+    def measure(count, track, after):
+        for step in here.plain_steps(steps, track=track):
+            step.record_scalar = lambda name, value, before: losses.append(value.item())
+            yield step
+
+    return recorder, losses, loop.run(recorder, measure), lab
+
+
+def test_gradients_are_zeroed_and_dropped_in_turn_where_they_accumulate(lone_rank):
+    recorder, *_ = train_alone(lone_rank, 4, fsdp_matrix.Config(model="mlp_stack", accumulate=2))
+    assert recorder.asked == [None, None, 0.0, None], "nothing to zero yet, dropped, zeroed, dropped"
+    recorder, *_ = train_alone(lone_rank, 3, fsdp_matrix.Config(model="mlp_stack"))
+    assert recorder.asked == [None] * 3
+
+
+def test_a_steps_loss_and_gradient_are_the_means_of_its_batches(lone_rank):
+    _, losses, outcomes, lab = train_alone(lone_rank, 2, fsdp_matrix.Config(model="mlp_stack", accumulate=3))
+    gradients = [p.grad.clone() for p in lab.parameters()]
+    lab.zero_grad()
+    each = []
+    for batch in range(3):
+        inputs = parity.draw_samples(lab, lone_rank.device, 1, 0, batch, 3)
+        each.append(lab.get_loss(inputs, lab(*inputs)))
+    sum(each).backward()
+    assert losses[1] == pytest.approx(sum(each).item() / 3, rel=1e-6) and len(losses) == 2
+    assert outcomes[1].loss.item() == pytest.approx(each[2].item(), rel=1e-6), "the last batch's"
+    assert len({round(loss.item(), 6) for loss in each}) == 3, "no batch is another's"
+    for gradient, parameter in zip(gradients, lab.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad / 3)
+
+
+def test_the_scale_grows_with_good_steps_from_where_it_was_told_to_begin(lone_rank):
+    config = fsdp_matrix.Config(model="mlp_stack", scaler=True, scaler_init=8.0, scaler_growth=2)
+    scaler = fsdp_matrix.make_grad_scaler(config, lone_rank.device)
+    train_alone(lone_rank, 5, config, scaler)
+    assert scaler.get_scale() == 8.0 * 2**2
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_every_step_of_fsdp_wrap_is_compared_with_one_device(fsdp, monkeypatch, lone_rank, capsys):
+    monkeypatch.setattr(rank, "session", lambda: contextlib.nullcontext(lone_rank))
+    fsdp_wrap.main(fsdp_wrap.Config(check="parity", model="mlp_stack", steps=3, fsdp=fsdp))
+    verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert verdict["ok"] and verdict["compared"] == 3 * 2 + 12 + 12
+
+
 def test_without_the_scaler_the_same_step_spoils_the_parameters(ranks):
     first, second = ranks(2)(overflow, 1, False)
     assert [step[0] for step in first] == [1.0, 1.0] and [step[2] for step in second] == [2, 2]
@@ -189,19 +278,22 @@ def test_averaging_says_which_parameters_the_model_does_not_use(ranks):
 
 
 MOMENTS = {
-    CUDAInitMode.BEFORE: ["to", "apply_fsdp"],
-    CUDAInitMode.AFTER: ["apply_fsdp", "to"],
-    CUDAInitMode.NEVER: ["apply_fsdp"],
+    CUDAInitMode.BEFORE: ["to meta", "wrap"],
+    CUDAInitMode.AFTER: ["wrap", "to meta"],
+    CUDAInitMode.NEVER: ["wrap"],
 }
 
 
 @pytest.mark.parametrize("mode", list(CUDAInitMode))
-def test_a_model_moves_when_its_mode_says(monkeypatch, mode):
+@pytest.mark.parametrize(("fsdp_init", "wrap"), [(FSDPInitMode.RECURSIVE, "block"), (FSDPInitMode.NO_FSDP, "none")])
+def test_a_model_moves_and_is_wrapped_when_its_modes_say(monkeypatch, mode, fsdp_init, wrap):
     called, model = [], MLPStack()
-    monkeypatch.setattr(model, "to", lambda device: called.append("to"))
-    monkeypatch.setattr(fsdp, "apply_fsdp", lambda *args, **named: called.append("apply_fsdp") or (model, {}))
-    fsdp.init_model(model, None, torch.device("cpu"), fsdp_init=FSDPInitMode.RECURSIVE, cuda_init=mode)
-    assert called == MOMENTS[mode]
+    monkeypatch.setattr(model, "to", lambda device: called.append(f"to {device}"))
+    monkeypatch.setattr(
+        fsdp, "apply_fsdp", lambda *args, **how: called.append("wrap") or (model, {"wrap": how["wrap"]})
+    )
+    _, how = fsdp.init_model(model, None, torch.device("meta"), fsdp_init=fsdp_init, cuda_init=mode)
+    assert (called, how["wrap"]) == (MOMENTS[mode], wrap)
 
 
 REFUSED = [
@@ -226,6 +318,7 @@ PAPER = {
     "convnext_spatial": {
         **{"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20, "learning_rate": 1e-4},
         **{"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "strategy": "local", "tensor_dim": 3},
+        "input_grad": True,
     },
     "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
     "fsdp_matrix": {"steps": 20, "model": "toy", "wrap": "block"},
@@ -234,11 +327,9 @@ PAPER = {
     "decoder": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "tp": 1, "steps": 20},
     "allgather_extensions": {"steps": 10, "reshard_after_forward": True},
 }
-SIZES = {
-    "toy": {"hidden": 10000, "narrow": 1000},
-    "hf_bert": {"vocab": 30522, "hidden": 768, "layers": 12},
-    "hf_t5": {"vocab": 32128, "hidden": 512, "layers": 6},
-}
+BERT_BASE = {"vocab": 30522, "hidden": 768, "layers": 12, "heads": 12, "mlp_ratio": 4, "tokens": 512}
+T5_SMALL = {"vocab": 32128, "hidden": 512, "layers": 6, "heads": 8, "mlp_ratio": 4, "tokens": 512}
+SIZES = {"toy": {"hidden": 10000, "narrow": 1000}, "hf_bert": BERT_BASE, "hf_t5": T5_SMALL}
 
 
 @pytest.mark.parametrize("program", list(PAPER))
@@ -261,6 +352,16 @@ def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     config = read_config(find_program("fsdp_wrap")[0])
     assert config(preset="paper", model=model).model_sizes() == SIZES.get(model, {})
     catalog.check_model(model, sizes=SIZES.get(model, {}))
+
+
+def test_every_size_of_a_model_is_an_option_that_reaches_it():
+    sizes = {name for entry in catalog.MODELS.values() for name in entry.sizes}
+    assert set(fsdp_matrix.Config.SIZES) == sizes
+    chosen = fsdp_matrix.Config(**dict.fromkeys(sizes, 7)).model_sizes()
+    assert chosen == dict.fromkeys(sizes, 7)
+    delays = {"delay_after_loss_ms": 3, "delay_before_reduction_ms": 2}
+    lab = fsdp_matrix.build_model(fsdp_matrix.Config(model="delay", **delays), torch.device("cpu"), 0)
+    assert lab.delay_after_loss_ms == 3
 
 
 @pytest.mark.long  # two processes that import torch; test_spatial.py and test_two_dim.py start such, too

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 
 import pytest
 import torch
@@ -113,6 +114,29 @@ def test_threads_see_one_original(threads):
     assert stored() == before
 
 
+def test_a_thread_that_is_late_finds_the_original_at_its_start_and_its_replacement_until_its_end(threads):
+    original = dist.all_reduce
+
+    def body():
+        time.sleep(0.05 * dist.get_rank())
+        with instrument.patch_all_reduce(print) as mine:
+            time.sleep(0.05 * dist.get_rank())
+            return mine is original, dist.all_reduce
+
+    assert threads(3)(body) == [(True, print)] * 3
+    assert dist.all_reduce is original
+
+
+NAMES = {"all_gather": {"all_gather_single", "all_gather_into_tensor"}, "all_reduce": {"all_reduce"}}
+NAMES["reduce_scatter"] = {"reduce_scatter_single", "reduce_scatter_tensor"}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_collective_is_replaced_under_all_its_names(what):
+    with PATCHES[what](print):
+        assert {name for name, value in vars(dist).items() if value is print} == NAMES[what] & vars(dist).keys()
+
+
 @pytest.mark.parametrize("what", PATCHES)
 def test_the_original_is_back_however_the_block_ends(what):
     before = stored()
@@ -177,10 +201,10 @@ def test_an_assertion_on_the_reduce_scatter_holds_or_fails(ranks):
 
 def test_reduce_scatter_with_assert_takes_its_output_by_place_or_by_name():
     seen = []
-    checked = functools.partial(instrument.reduce_scatter_with_assert, lambda *a, **k: "reduced", seen.append)
+    checked = functools.partial(instrument.reduce_scatter_with_assert, lambda *a, **k: list(map(id, seen)), seen.append)
     output, shard = torch.zeros(1), torch.zeros(2)
-    assert checked(output, shard) == checked(output=output, input=shard) == "reduced"
-    assert [id(tensor) for tensor in seen] == [id(output)] * 2
+    assert checked(output, shard) == [id(output)], "before the reduction"
+    assert checked(output=output, input=shard) == [id(output)] * 2
     with pytest.raises(ValueError, match=r"needs output first or by name; it was called with \['input'\]"):
         checked(input=shard)
 

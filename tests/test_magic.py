@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import labkit
 from labkit.launcher import magic, run
+from labkit.launcher.progress import Display, use_display
 
 GATHER = """
 import torch.distributed as dist
@@ -171,6 +172,26 @@ def test_a_deadlock_shows_every_ranks_line(cell):
     first, others = text.split("ranks 1–2:")
     assert "rank 0:" in first and "-->   7 |     dist.all_reduce(x)" in first
     assert "-->  10 |     time.sleep(60)" in others
+
+
+def test_a_stopped_cell_shows_every_ranks_line_and_no_frame_of_labkit(shell, tmp_path, capsys):
+    class StopOnce(Display):
+        """Interrupts, as Stop does, once both ranks are about to sleep."""
+
+        def show(self, state, lines):
+            if len(asleep := list(tmp_path.glob("asleep_*"))) == 2:
+                asleep[0].unlink()
+                raise KeyboardInterrupt
+
+    code = GATHER + f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, f'asleep_{{dist.get_rank()}}').touch()\n"
+    with use_display(StopOnce()):
+        stopped = shell.run_cell(f"%%torchrun --timeout 30\n{code}time.sleep(60)").error_in_exec
+    assert isinstance(stopped, KeyboardInterrupt)
+    first, who, *lines = str(stopped).splitlines()
+    assert (first, who) == ("stopped, and no rank is left. Where each rank was:", "ranks 0–1:")
+    assert lines[-1] == "-->   9 | time.sleep(60)"
+    shown = capsys.readouterr()
+    assert "-->   9 | time.sleep(60)" in shown.out + shown.err and "run.py" not in shown.out + shown.err
 
 
 def test_modules_beside_the_notebook_are_found_and_labkits_own_are_not(cell, shell, tmp_path, monkeypatch):

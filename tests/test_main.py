@@ -161,6 +161,45 @@ def test_show_of_no_run_gives_status_1(tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["show", 5000 * "x"], 1, "no run in"),
+        (["runs", "show", 5000 * "x"], 1, "no run in"),
+        (["run", 5000 * "x"], 2, "no program is called 'xxx"),
+        (["run", 5000 * "x" + ".py"], 2, "there is no program /"),
+        (["export", "--name", "me", 5000 * "x"], 1, "File name too long, so it cannot be written; give another file"),
+        (["runs", "--limit", "-5"], 2, "limit = -5 is negative: give how many, or 0 for all"),
+    ],
+)
+def test_names_of_thousands_of_characters_and_negative_limits_get_one_line(words, code, says, capsys):
+    assert status(*words) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and len(line) < 6000
+
+
+def test_a_long_name_of_a_learner_makes_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert status("export", "--name", 5000 * "x", "--folder", str(tmp_path)) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"labkit-{100 * 'x'}.json"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["progress"], ["runs"]])
+def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_one_ends_nothing(words, tmp_path):
+    command = [sys.executable, "-m", "labkit", *words]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "LABKIT_RUNS": str(tmp_path / "Łódź")}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ascii_only)
+    assert shown.returncode == 0 and "?" in shown.stdout and not shown.stderr
+    closed = subprocess.run(command, stderr=subprocess.PIPE, timeout=60, preexec_fn=partial(os.close, 1))
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    with open("/dev/full", "wb") as full:
+        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (
+        told.returncode == 1
+        and told.stderr == "No space left on device: the output: make room, or write to another disk\n"
+    )
+
+
 def test_ctrl_c_ends_in_one_line_with_status_130(tmp_path):
     pids, runs = tmp_path / "pids", tmp_path / "runs"
     command = [

@@ -1,5 +1,6 @@
 """labkit.session.memory_cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
 
+import contextlib
 import resource
 import sys
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 import labkit
+import labkit.rank
 from labkit.errors import MemoryCapExceeded
 from labkit.session.memory_cap import cap_memory
+from launch import fsdp_matrix
 
 CPU, MIB = torch.device("cpu"), 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a cap on CPU memory needs Linux")
@@ -44,6 +47,13 @@ def test_another_system_says_that_it_cannot(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match="needs a GPU or Linux"), cap_memory(100, CPU):
         pass
+
+
+@linux
+def test_a_program_caps_what_its_model_takes(monkeypatch, lone_rank):
+    monkeypatch.setattr(labkit.rank, "session", lambda: contextlib.nullcontext(lone_rank))
+    with pytest.raises(MemoryCapExceeded, match="more than its cap of 64 MiB was needed"):
+        fsdp_matrix.main(fsdp_matrix.Config(hidden=6000, memory_cap_mib=64))
 
 
 @pytest.mark.long  # the labs' solved notebooks do the same

@@ -2,6 +2,7 @@
 the traced step.
 """
 
+import itertools
 import time
 from functools import partial
 
@@ -267,6 +268,40 @@ def test_memory_is_not_traced_where_nothing_is_to_be_tracked(meter):
     _, lines = train(meter, track=False)
     assert {line["name"] for line in lines if line["kind"] == "memory"} == {"resident"}
     assert [line["name"] for line in lines if line["kind"] == "comm"] == ["all_reduce"]
+
+
+class Event:
+    """A CUDA event of a GPU whose clock ticks once a millisecond, whenever it is asked."""
+
+    clock = itertools.count()
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.ms = next(self.clock)
+
+    def elapsed_time(self, end):
+        return float(end.ms - self.ms)
+
+
+def test_on_a_gpu_events_are_the_clock_and_peaks_are_those_of_the_timed_steps(monkeypatch, group):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: happened.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    meter = Meter(RecordWriter(None, rank=1), torch.device("cuda", 0))
+    for step in meter.steps(2):
+        happened.append(step.index)
+        with step.span("forward"):
+            pass
+    assert happened == ["wait", -1, "wait", "wait", "reset", 0, "wait", "wait", 1, "wait", 2, "wait"]
+    memory = {line["name"]: line["bytes"] for line in meter.writer.lines if line["kind"] == "memory"}
+    assert memory == {"max_allocated": 5, "max_reserved": 7}
+    spans = [line for line in meter.writer.lines if line["kind"] == "span"]
+    assert [(line["name"], line["dur_us"]) for line in spans] == [("forward", 1000.0), ("step", 3000.0)] * 2
 
 
 def in_flight():

@@ -1,11 +1,14 @@
 """labkit.models of the FSDP lab: sizes as the course gives them, seeds, and objectives that stay alive."""
 
 import copy
+import math
 
 import pytest
 import torch
 from test_catalog import ALL
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from labkit.models import catalog
 from labkit.models.delay import ModuleWithDelay
@@ -79,6 +82,17 @@ def test_a_loss_is_not_computed_in_a_short_type(name, dtype, expected):
     assert model.get_loss(inputs, model(*inputs).to(dtype)).dtype == expected
 
 
+def test_the_backward_pass_gives_the_gradients_of_the_loss():
+    model = made("mlp_stack")
+    inputs = model.get_input(CPU)
+    output = model(*inputs)
+    loss = model.get_loss(inputs, output)
+    assert torch.equal(loss, ((output - 1) ** 2).mean())
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    model.run_backward(loss)
+    assert all(torch.equal(each.grad, wanted) for each, wanted in zip(model.parameters(), expected, strict=True))
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_an_input_depends_on_its_seed_alone(name):
     model = made(name)
@@ -131,6 +145,12 @@ def test_toy_has_the_layout_of_the_course_at_any_width():
     assert sum(sorted(parameters)[-3:]) / sum(parameters) == pytest.approx(0.97, abs=0.005)
 
 
+def test_a_block_of_toy_is_a_linear_layer_and_then_relu():
+    block, x = MyModule(6, 4), torch.randn(50, 6)
+    layer, relu = block.net
+    assert isinstance(relu, nn.ReLU) and torch.equal(block(x), layer(x).clamp(min=0)) and layer(x).min() < 0
+
+
 def test_custom_linear_is_a_product_and_no_linear_layer():
     layer = CustomLinear(3, 4)
     assert layer.weight.shape == (3, 4)
@@ -155,7 +175,24 @@ def test_transformer_has_the_sizes_of_the_course():
     assert TransformerWithSharedParams(add_bn=False).norm is None
     source, target = model.get_input(CPU)
     assert (source.shape, target.shape) == ((2, 6), (2, 4))
-    assert model(source, target).shape == (2, 4, 23)
+    logits = model(source, target)
+    assert logits.shape == (2, 4, 23)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert torch.equal(model.get_loss((source, target), logits), expected)
+
+
+@pytest.mark.parametrize("name", ["vocab_bias", "long_buffer"])
+def test_the_transformer_adds_its_buffers_to_the_source(name):
+    model = TransformerWithSharedParams(dropout=0.0)
+    source, target = model.get_input(CPU)
+    given = []
+    model.transformer.register_forward_pre_hook(lambda module, args: given.append(args))
+    model(source, target)
+    model.get_buffer(name)[0] += 2
+    model(source, target)
+    (before, target_before), (after, target_after) = given
+    assert torch.equal(target_before, target_after)
+    assert torch.allclose(after - before, torch.tensor([2.0] + 15 * [0.0]))
 
 
 def test_the_batch_norm_of_the_transformer_takes_the_samples_for_its_channels():
@@ -212,6 +249,8 @@ def test_the_expert_is_the_only_local_module():
     model = MixtureOfExperts()
     assert model.local_modules() == [model.net[2]]
     assert ModuleWithDelay(model).local_modules() == [model.net[2]]
+    unused = DoubleLinear(use_second_linear=False)
+    assert ModuleWithDelay(unused).unused_modules() == unused.unused_modules() == [unused.lin2]
     assert NestedWrappedModule().local_modules() == []
 
 
@@ -227,6 +266,8 @@ def test_mlp_takes_the_arguments_of_the_course():
     mlp = MLP(6)
     assert widths(mlp) == [(6, 24), (24, 6)]
     assert mlp.buffer is None
+    x = torch.randn(2, 6)
+    assert torch.equal(mlp(x), mlp.out_proj(mlp.in_proj(x).relu()).relu())
     assert all(layer.bias is not None for layer in (mlp.in_proj, mlp.out_proj))
     other = MLP(6, "meta", bias=False, with_buffer=True, dim_multiplier=2)
     assert {name: tuple(value.shape) for name, value in other.state_dict().items()} == {
@@ -244,6 +285,39 @@ def test_the_buffer_of_an_mlp_is_added_after_the_last_relu():
     buffer, mlp.buffer = mlp.buffer, None
     assert torch.equal(with_buffer, mlp(x) + buffer)
     assert mlp(x).min() >= 0
+
+
+@pytest.mark.parametrize("with_buffer", [True, False])
+def test_an_mlp_that_was_built_without_memory_comes_to_life_as_one_that_was_not(with_buffer):
+    torch.manual_seed(3)
+    expected = MLP(6, with_buffer=with_buffer).state_dict()
+    mlp = MLP(6, "meta", with_buffer=with_buffer).to_empty(device="cpu")
+    for tensor in mlp.state_dict().values():
+        tensor.fill_(math.nan)  # fresh memory often holds zeros
+    torch.manual_seed(3)
+    mlp.reset_parameters()
+    assert mlp.state_dict().keys() == expected.keys() and ("buffer" in expected) is with_buffer
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in mlp.state_dict().items())
+
+
+def mlp_of_two_ranks():
+    """Buffer and output of an MLP that was sharded before it had memory, and whether it has gradients."""
+    mlp = fully_shard(MLP(8, "meta", with_buffer=True), mesh=init_device_mesh("cpu", (2,)))
+    mlp.to_empty(device="cpu")
+    for tensor in (*mlp.parameters(), *mlp.buffers()):
+        nn.init.constant_(tensor, math.nan)
+    torch.manual_seed(3)
+    mlp.reset_parameters()
+    output = mlp(torch.ones(2, 8))
+    output.square().sum().backward()
+    alive = [bool(each.grad.to_local().isfinite().all()) for each in mlp.parameters()]
+    return mlp.buffer.tolist(), bool(output.isfinite().all()), alive
+
+
+def test_its_shards_come_to_life_too_and_its_buffer_is_that_of_all_ranks(ranks):
+    first, second = ranks(2)(mlp_of_two_ranks)
+    assert first == second
+    assert len(set(first[0])) == 8 and first[1:] == (True, [True] * 4)
 
 
 def test_mlp_stack_has_the_multipliers_of_the_course():
@@ -295,6 +369,19 @@ def test_models_of_transformers_are_tiny_and_have_no_dropout(name):
     assert model(*inputs).shape == (2, 8, 96)
     assert torch.equal(model(*inputs), model(*inputs))
     assert all(ids.min() >= 0 and ids.max() < 96 for ids in inputs)
+
+
+@pytest.mark.parametrize("name", [case for case in ALL if case.values[0].startswith("hf_")])
+def test_the_papers_sizes_are_those_of_the_published_model(name):
+    with torch.device("meta"):
+        ours = catalog.create_model(name, **catalog.MODELS[name].paper)
+        published = type(ours.model)(type(ours.model.config)())  # whose defaults are BERT-base and T5-small
+    shapes, expected = ({key: p.shape for key, p in each.named_parameters()} for each in (ours.model, published))
+    # softmax cancels the bias of the keys, so labkit's has none
+    assert shapes == {key: shape for key, shape in expected.items() if not key.endswith("self.key.bias")}
+    assert round(sum(shape.numel() for shape in shapes.values()) / 1e6, 1) == {"hf_bert": 109.5, "hf_t5": 60.5}[name]
+    assert ours.model.config.num_attention_heads == published.config.num_attention_heads
+    assert {tuple(ids.shape) for ids in ours.get_input(CPU)} == {(2, 512)}
 
 
 @pytest.mark.parametrize("name", [case for case in ALL if case.values[0] == "hf_bert"])

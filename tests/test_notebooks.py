@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -17,14 +18,14 @@ import papermill
 import psutil
 import pytest
 from fixture_long import long_but
-from fixture_notebooks import read_small_values, unused
+from fixture_notebooks import read_points, read_small_values, unused
 
 import labkit
 from labkit import doctor
-from labkit.environment import ENV_STRICT_CLAIMS
+from labkit.environment import ENV_STRICT_CLAIMS, ENV_VERDICTS
 from notebooks.tools.build import FOLDER, MAX_BYTES, stale
 from notebooks.tools.run import summary
-from notebooks.tools.source import BEGIN, find_labs, learner_notebook
+from notebooks.tools.source import BEGIN, find_labs, learner_notebook, solved_notebook
 
 LABS = find_labs(FOLDER)
 PROGRAMS = {path.stem for path in (FOLDER.parent / "launch").glob("[a-z]*.py")}
@@ -211,6 +212,26 @@ def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab,
         assert rule["because"] in str(refused.value), "the last value keeps all rules but this one"
 
 
+@each_lab
+def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, monkeypatch):
+    monkeypatch.setattr(doctor, "show", lambda: None)
+    imports, _, first_use = setup_of(lab)
+    kernel, rules = {}, []
+    exec(imports, kernel)
+    noted = {"require": lambda name, value, *kind, **rule: rules.append(rule) if name == "RANKS" else None}
+    points = read_points(lab.name)
+    for point in points:
+        assert point.keys() == set(parameters_of(lab))
+        exec(first_use, kernel | point)
+        exec(first_use, kernel | point | noted)
+    assert len(points) >= 3, 'write # %% tags=["parameters"] points=[[…], […], […]]'
+    assert all(len(set(values)) > 1 for values in zip(*map(dict.values, points), strict=True))
+    if rules:
+        ranks = [point["RANKS"] for point in points]
+        assert min(ranks) == max(rule.get("at_least", 0) for rule in rules)
+        assert max(ranks) == min(rule.get("at_most", math.inf) for rule in rules)
+
+
 def values_outside(value, kind, rule):
     """Values that break a rule of ``require``: one for each limit, the last of which may be broken by this
     rule alone.
@@ -220,15 +241,48 @@ def values_outside(value, kind, rule):
         yield kind(rule["above"])
     if "at_least" in rule:
         yield rule["at_least"] - 1
+    if "at_most" in rule:
+        yield rule["at_most"] + 1
     if "multiple_of" in rule:
         yield value + rule["multiple_of"] // 2
+
+
+@pytest.mark.long
+@pytest.mark.notebook
+@pytest.mark.calm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("lab", "values"),
+    [(lab, values) for lab in LABS for values in read_points(lab.name)],
+    ids=lambda each: each.name if hasattr(each, "name") else "-".join(f"{value}" for value in each.values()),
+)
+def test_solved_notebook_runs_to_its_end_with_other_parameters(lab, values, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "verdicts.json"))
+    monkeypatch.delenv(ENV_STRICT_CLAIMS, raising=False)  # so that all claims are seen, and not the first
+    if wrong := contradicted_claims(lab, values, tmp_path):
+        wrong &= contradicted_claims(lab, values, tmp_path)  # a time may be disturbed once
+    assert not wrong
+    assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
+
+
+def contradicted_claims(lab, values, folder):
+    """The claims that are not so where the solved notebook runs with these values; all its exercises must pass."""
+    source, done = folder / "source.ipynb", folder / "done.ipynb"
+    nbformat.write(solved_notebook(lab.source), source)
+    papermill.execute_notebook(source, done, values, cwd=folder, progress_bar=False, execution_timeout=300)
+    (so_far,) = (cell for cell in code_cells(done) if "so_far(" in cell.source)
+    passed, of = re.match(r"(\d+) of (\d+) passed", so_far.outputs[0].data["text/plain"]).groups()
+    assert passed == of
+    printed = "".join(output.get("text", "") for cell in code_cells(done) for output in cell.outputs)
+    return set(re.findall("^Not so in this run.*", printed, flags=re.MULTILINE))
 
 
 @pytest.mark.notebook
 def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     with pytest.raises(
-        papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"
+        papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2 and ≤ 8: one rank"
     ):
         papermill.execute_notebook(
             lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False

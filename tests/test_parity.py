@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from labkit import parity
+from labkit.instrument import DummyDDP
 from labkit.models.mlp import MLPStack
 from labkit.parity import LIMITS, Parity, relative_error
 from labkit.parity.comparison import count_tensors
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
+from labkit.parity.one_device import require_gradients
 from labkit.parity.spatial import compare_spatial_step
 
 
@@ -180,14 +182,28 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
         assert (verdict["ok"], verdict["worst"]) == (False, worst)
 
 
-def trained(steps):
+def test_a_training_step_compares_the_gradients_of_its_images():
+    model, other = two_models()
+    images = [torch.ones(1, 3, requires_grad=True) for _ in range(2)]
+    outputs = [one(each) for one, each in zip((model, other), images, strict=True)]
+    for output in outputs:
+        output.square().sum().backward()
+    both = model, outputs[0].detach(), other, outputs[1].detach()
+    assert compare_spatial_step(*both, inputs=tuple(images))["compared"] == 6
+    images[0].grad *= 1.01
+    verdict = compare_spatial_step(*both, inputs=tuple(images))
+    assert (verdict["ok"], verdict["worst"]) == (False, "gradient of the images")
+
+
+def trained(steps, input_gradients=False):
     """A model that has taken some steps as the only rank, one device that has not, and what the steps left."""
-    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1)
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1, input_gradients=input_gradients)
     model, left = seeded_stack(), []
     optimizer = parity.make_sgd(model)
     for step in range(steps):
         optimizer.zero_grad()
         inputs = parity.draw_samples(model, torch.device("cpu"), step, rank=0)
+        inputs = require_gradients(inputs) if input_gradients else inputs
         output = model(*inputs)
         left.append(StepOutcome(model.get_loss(inputs, output), output, inputs))
         left[-1].loss.backward()
@@ -225,6 +241,25 @@ def test_an_output_that_differs_is_seen():
     assert (verdict["ok"], verdict["worst"]) == (False, "output of step 1")
 
 
+def test_an_inputs_gradient_that_differs_is_seen():
+    one_device, model, left = trained(2, input_gradients=True)
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 * 3 + 12 + 12
+    one_device, model, left = trained(2, input_gradients=True)
+    left[1].inputs[0].grad *= 1.01
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert (verdict["ok"], verdict["worst"]) == (False, "gradient of input 0 of step 1")
+
+
+@pytest.mark.parametrize("kind", ["gradient", "parameter"])
+def test_a_tensor_of_the_last_step_that_differs_is_seen(kind):
+    one_device, model, left = trained(2)
+    weight = model.layers[1].out_proj.weight
+    (weight.grad if kind == "gradient" else weight.data).mul_(1.01)
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
+    assert (verdict["ok"], verdict["worst"]) == (False, f"{kind} layers.1.out_proj.weight")
+
+
 def test_a_model_that_has_lost_its_gradients_is_an_error():
     one_device, model, losses = trained(2)
     model.layers[1].out_proj.bias.grad = None
@@ -237,6 +272,45 @@ def test_a_model_that_lacks_a_parameter_is_an_error():
     model.layers[1].out_proj.bias = None
     with pytest.raises(ValueError, match=r"gradient: only on one side: \['layers.1.out_proj.bias'\]"):
         compare_fsdp_training(one_device, model, losses, rank=0, steps=2)
+
+
+def test_a_reference_may_be_made_by_a_function_of_ones_own():
+    wrapped = []
+
+    def wrap(copy):
+        wrapped.append(DummyDDP(copy))
+        return wrapped[-1]
+
+    _, model, left = trained(2)
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1, init_fn=wrap)
+    assert compare_fsdp_training(one_device, model, left, rank=0, steps=2)["ok"]
+    assert [wrapper.all_reduces for wrapper in wrapped] == [2 * 12], "a gradient of each parameter in two steps"
+
+
+@pytest.mark.parametrize("rounding", ["parameters", "autocast", "everything"])
+def test_what_the_function_gives_is_called_in_every_precision(rounding):
+    calls = []
+
+    class Counting(DummyDDP):
+        def forward(self, *inputs):
+            calls.append(inputs[0].dtype)
+            return super().forward(*inputs)
+
+    how = {"rounding": rounding, "init_fn": Counting, "mean": True}
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), 2, torch.bfloat16, **how)
+    one_device.train_step(0)
+    assert calls == [torch.float32 if rounding == "autocast" else torch.bfloat16] * 2
+    assert all(each.grad.any() for copy in one_device.copies for each in copy.parameters())
+
+
+def test_a_reference_that_starts_elsewhere_is_not_equal():
+    def start_elsewhere(copy):
+        parity.seed_parameters(copy, seed=1)
+        return copy
+
+    _, model, left = trained(1)
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1, init_fn=start_elsewhere)
+    assert not compare_fsdp_training(one_device, model, left, rank=0, steps=1)["ok"]
 
 
 def test_frozen_parameters_are_compared_without_gradients():

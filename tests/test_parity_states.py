@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from labkit import parity
+from labkit.session.traffic import CommunicationCounter
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
 
@@ -127,6 +129,8 @@ def missing_and_plain():
     found["gradient there"] = message_of(AssertionError, check, replicated, sharded)
     found["plain"] = message_of(ValueError, check, replicated, replicated)
     found["names"] = message_of(AssertionError, check, nn.Sequential(replicated), sharded)
+    backwards = nn.Sequential(OrderedDict(reversed(list(sharded.named_children()))))
+    found["order"] = message_of(AssertionError, check, replicated, backwards)
     return found
 
 
@@ -137,18 +141,33 @@ def test_missing_gradients_names_and_plain_tensors(ranks):
         assert found["gradient there"] == "0.bias: only the sharded module has no gradient"
         assert found["plain"].startswith("0.weight is a plain tensor, not a shard")
         assert "names of the replicated and the sharded parameters differ: ['0.0.bias'" in found["names"]
+        assert found["order"].endswith("differ: the order alone differs")
+
+
+def gradient_placed_otherwise():
+    """FSDP would take this whole gradient for a shard."""
+    replicated, sharded = two_models()
+    bias = sharded[2].bias
+    bias.grad = bias.grad.redistribute(placements=[Replicate()])
+    return message_of(AssertionError, parity.check_sharded_parity, replicated, sharded)
+
+
+def test_a_gradient_must_be_placed_as_its_parameter(ranks):
+    for message in ranks(2)(gradient_placed_otherwise):
+        assert message.startswith("gradient of 2.bias: placed as (Replicate(),), and its parameter as (Shard(dim=0),)")
 
 
 def inside_a_wrapper():
     replicated, sharded = two_models()
-    sharded = nn.Sequential(OrderedDict(inner=sharded))
+    replicated = nn.Sequential(OrderedDict(outer=replicated))
+    sharded = nn.Sequential(OrderedDict(outer=nn.Sequential(OrderedDict(inner=sharded))))
     check = parity.check_sharded_parity
     return message_of(AssertionError, check, replicated, sharded), check(replicated, sharded, ("inner.",))
 
 
-def test_prefixes_of_wrappers_are_ignored(ranks):
+def test_prefixes_of_wrappers_are_ignored_wherever_they_stand(ranks):
     message, compared = ranks(2)(inside_a_wrapper)[0]
-    assert "inner.0.bias" in message
+    assert "outer.inner.0.bias" in message
     assert compared == 12
 
 
@@ -160,11 +179,15 @@ def twice_sharded():
     by_hand.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, (Shard(0), Shard(0))))
     by_fsdp = parallelize_module(copy.deepcopy(plain), mesh["tensor"], ColwiseParallel())
     fully_shard(by_fsdp, mesh=mesh["data"])
-    return [message_of(ValueError, parity.check_sharded_parity, plain, model) for model in (by_hand, by_fsdp)]
+    refused = [message_of(ValueError, parity.check_sharded_parity, plain, model) for model in (by_hand, by_fsdp)]
+    by_hand.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, (Shard(0), Shard(1))))
+    return refused, parity.check_sharded_parity(plain, by_hand)
 
 
 def test_two_shardings_of_one_dim_are_refused_with_the_reason(ranks):
-    for message in ranks(2)(twice_sharded)[0]:
+    messages, compared = ranks(2)(twice_sharded)[0]
+    assert compared == 1, "of two dims they are clear"
+    for message in messages:
         assert message.startswith("weight: two mesh axes shard the same dim, (")
         assert "which one cut first decides which rows a rank holds" in message
 
@@ -211,25 +234,102 @@ def states_that_cannot_be_compared():
     parity.assert_module_states(replicated)
     shard = message_of(ValueError, parity.assert_module_states, sharded)
     nothing = message_of(ValueError, parity.assert_module_states, nn.ReLU())
-    own = nn.ReLU()
+    own, shaped = nn.ReLU(), nn.ReLU()
     if dist.get_rank() == 1:
         own.register_buffer("extra", torch.ones(1))
-    return shard, nothing, message_of(AssertionError, parity.assert_module_states, own)
+    shaped.register_buffer("mask", torch.ones((1, 2) if dist.get_rank() else (2,)))
+    missing, other_shape = (message_of(AssertionError, parity.assert_module_states, each) for each in (own, shaped))
+    return shard, nothing, missing, other_shape
 
 
 def test_shards_and_empty_modules_are_refused_and_a_missing_tensor_is_named(ranks):
-    shard, nothing, missing = ranks(2)(states_that_cannot_be_compared)[0]
+    shard, nothing, missing, shape = ranks(2)(states_that_cannot_be_compared)[0]
     assert shard.startswith("0.weight is a shard, (Shard(dim=0),)")
     assert nothing == "nothing to compare: ReLU has neither parameters nor buffers"
     assert missing.startswith("extra differs between ranks: rank 0 holds none; rank 1 holds ")
+    assert shape.startswith("mask differs between ranks")
+
+
+def states_by_a_function_of_ones_own():
+    """Pairs that the function gets, whether differences pass that it allows, and what it says of others."""
+    model, pairs = small_model(), []
+    model[2].bias.data[0] = float(dist.get_rank())
+    parity.assert_module_states(model, assert_fn=lambda first, other: pairs.append((first, other)))
+    biases = [(first[0].item(), other[0].item()) for first, other in pairs if first.shape == (5,)]
+    close = partial(torch.testing.assert_close, rtol=0, atol=1.5)
+    far = message_of(AssertionError, partial(parity.assert_module_states, assert_fn=close), model)
+    pair = dist.new_group([1, 2])
+    if dist.get_rank():
+        parity.assert_module_states(model, pair, assert_fn=close)
+    if dist.get_rank() == 1:
+        model.register_buffer("extra", torch.ones(1))
+    return (
+        len(pairs),
+        biases,
+        far,
+        message_of(AssertionError, partial(parity.assert_module_states, assert_fn=close), model),
+    )
+
+
+def test_a_function_of_ones_own_decides_which_module_states_are_equal(ranks):
+    for count, biases, far, missing in ranks(3)(states_by_a_function_of_ones_own):
+        assert count == 2 * (6 + 3), "every tensor, of ranks 1 and 2"
+        assert biases == [(0.0, 1.0), (0.0, 2.0)], "rank 0's first"
+        assert far.startswith("2.bias, ranks 0 and 2: ")
+        assert missing.startswith("extra differs between ranks: ranks 0, 2 hold none; rank 1 holds ")
+
+
+def outer_parameters(kind):
+    """Those that ``full_params`` gives without ``recurse``, and its all-gathers with and without."""
+    plain = small_model()
+    model, gathers = wrapped(copy.deepcopy(plain), kind), []
+    for recurse in (True, False):
+        with CommunicationCounter() as counter:
+            found = parity.full_params(model, recurse=recurse)
+        gathers.append(counter.counts["all_gather"])
+    named = dict(plain.named_parameters())
+    assert all(torch.equal(tensor, named[name]) for name, tensor in found.items())
+    return list(found), gathers
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "gathers"),
+    # FSDP1's outer unit has the parameters of the batch norm, FSDP2's has none
+    [("plain", NAMES, [0, 0]), ("fsdp1", ["1.weight", "1.bias"], [3, 1]), ("fsdp2", [], [6, 0])],
+)
+def test_parameters_of_nested_units_may_be_left_where_they_are(ranks, kind, names, gathers):
+    assert ranks(2)(outer_parameters, kind) == [(names, gathers)] * 2
+
+
+def zeroed_by_one_rank(kind):
+    """How many numbers are left when rank 0 alone sets its shards to zero, of all and of both ranks' shards."""
+    model = wrapped(small_model(), kind)
+    nn.init.ones_(model[1].bias)
+    numbers = sum(int(tensor.count_nonzero()) for tensor in parity.full_params(model).values())
+    if dist.get_rank() == 0:
+        parity.zero_model(model, summon_full=False)
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    left = sum(int(tensor.count_nonzero()) for tensor in parity.full_params(model).values())
+    return numbers, left, sum(each.numel() for each in own)
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_rank_may_set_its_own_shards_to_zero(ranks, kind):
+    first, second = ranks(2, timeout_s=20)(zeroed_by_one_rank, kind)  # a collective would wait for rank 1
+    assert first[:2] == second[:2]
+    assert first[0] == 41 and first[1] == second[2] == first[0] - first[2] > 0
 
 
 def gathered_and_zeroed(kind, after_forward):
     plain = small_model()
     model = wrapped(copy.deepcopy(plain), kind)
-    if after_forward:  # these keep the full parameters until the backward pass
-        with torch.no_grad():
-            model.eval()(torch.ones(2, 4))
+
+    def keep_full_parameters():
+        if after_forward:  # until the backward pass
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 4))
+
+    keep_full_parameters()
     full = parity.full_params(model)
     assert list(full) == NAMES
     for name, parameter in plain.named_parameters():
@@ -237,6 +337,7 @@ def gathered_and_zeroed(kind, after_forward):
         assert torch.equal(full[name], parameter), name
     full["0.weight"].zero_()
     assert parity.full_params(model)["0.weight"].any(), "what is given is a copy"
+    keep_full_parameters()
     parity.zero_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -260,6 +361,7 @@ def received_state():
     state = {"weight": torch.full((2,), float(mine)), "count": torch.tensor(mine)}
     received = parity.broadcast_state_dict(state)
     assert state["weight"].tolist() == [mine, mine], "the argument stays as it is"
+    assert all(tensor.is_meta for tensor in parity.broadcast_state_dict(state, device="meta").values())
     alone = parity.broadcast_state_dict(state if mine == 0 else None)
     pair = dist.new_group([1, 2])
     among = parity.broadcast_state_dict(state, pair) if mine else {}

@@ -290,11 +290,13 @@ def test_what_is_sent_stands_beside_what_was_measured():
     assert {bar.get_linestyle() for bar in ax.patches if bar.get_height() == 2} == {"--"}
 
 
-def test_breakdown_of_theory_alone_has_no_stamp_and_no_frames():
-    ax = plots.memory_comparison({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
+def test_breakdown_of_theory_alone_has_no_stamp_and_is_dashed():
+    ax = plots.memory_comparison({"stage 0": {"parameter": 4e9, "optimizer": 8e9, "gradient": 0}}, ylabel="held")
     assert ax.figure.get_supxlabel() == ""
     assert max(bar.get_y() + bar.get_height() for bar in ax.patches) == pytest.approx(12_000)
-    assert {bar.get_linestyle() for bar in ax.patches} == {"solid"}
+    assert [bar.get_linestyle() for bar in ax.patches] == ["--", "--"], "and nothing frames an empty part"
+    (one,) = {bar.get_facecolor()[3] for bar in ax.patches}
+    assert one == 1, "pale only beside what was measured"
 
 
 def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
@@ -424,7 +426,7 @@ def test_the_difference_of_losses_is_a_part_of_the_reference():
 
 def test_strips_pay_stacks_messages_on_arithmetic():
     (panel,) = plots.strip_step_times({"a machine": {1: (0.03, 0.0), 2: (0.015, 0.005)}})
-    assert [bar.get_height() for bar in panel.patches] == pytest.approx([30, 0, 15, 5])
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([30, 15, 5])
     assert texts_of(panel) == ["30", "20"]
     assert {bar.get_linestyle() for bar in panel.patches} == {"--"}, "what is predicted is dashed"
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2"]

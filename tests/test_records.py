@@ -93,6 +93,10 @@ def test_a_cut_inside_a_letter_is_a_cut_too(tmp_path):
         ("[1, 2]\n", "not a JSON object"),
         ("[" * 100_000 + "\n", "not JSON"),
         (GOOD | {"v": 3}, "version 3 is none of 1, 2"),
+        (GOOD | {"v": True}, "version True is none of 1, 2"),
+        (GOOD | {"v": 1.0}, "version 1.0 is none of 1, 2"),
+        (GOOD | {"rank": -1}, "rank = -1 is none of 0 to 3, the ranks of the run"),
+        (GOOD | {"rank": 4}, "rank = 4 is none of 0 to 3, the ranks of the run"),
         (GOOD | {"kind": "gauge"}, "kind 'gauge' is none of span, bar, bucket, scalar, memory, comm"),
         (GOOD | {"kind": []}, "kind [] is none of span"),
         (GOOD | {"step": 10**22}, "step has 23 digits, more than 64 bits hold"),
@@ -110,7 +114,7 @@ def test_a_cut_inside_a_letter_is_a_cut_too(tmp_path):
 def test_any_other_malformed_line_is_an_error_with_its_place(tmp_path, bad, reason, ending):
     path = write(tmp_path, 3, GOOD, bad, GOOD, ending)
     with pytest.raises(RecordError) as caught:
-        records.read_records(tmp_path)
+        records.read_records(tmp_path, 4)
     assert str(caught.value).startswith(f"{path}:2: {reason}")
     assert str(caught.value).endswith("remove the line, or run again")
 

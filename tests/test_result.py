@@ -184,6 +184,22 @@ def test_html_is_escaped(folder):
     assert "&lt;b&gt;" in change(folder, program="<b>")._repr_html_()
 
 
+def test_the_table_of_a_terminal_fits_and_has_a_column_for_each_rank(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    for rank in range(2):
+        for number in range(20):
+            RecordWriter(folder, rank).write("scalar", f"some_rather_long_name_{number}", 0, value=1.25, unit="")
+    RecordWriter(folder, 0).write("scalar", "only_here", 0, value=123_456_789_012.0, unit="")
+    result = labkit.load(folder)
+    lines = result.table_text().splitlines()
+    assert max(map(len, lines)) <= 60 and lines[0].split() == ["rank", "0", "1"]
+    assert ["only_here", "123,456,789,012", "–"] in map(str.split, lines)
+    assert ["some_rather_long_name_7", "1.25", "1.25"] in map(str.split, lines)
+    assert "\n".join(lines) in repr(result)
+    monkeypatch.setenv("COLUMNS", "45")
+    assert max(map(len, result.table_text().splitlines())) <= 45 < max(map(len, lines)), "rank 1 in a second block"
+
+
 def test_a_run_without_any_record(folder):
     for rank in range(2):
         record_path(folder, rank).unlink()

@@ -1,16 +1,26 @@
 """labkit.parallel.saving: a run that was saved goes on as if it had never stopped, on any number of ranks."""
 
+import enum
+import itertools
+import pathlib
 import pickle
+import re
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import labkit
+from labkit import parity
+from labkit.launcher import worker
 from labkit.parallel.safe_checkpoint import SafeCheckpointReader, SafeLoadPlanner
-from labkit.parallel.saving import CheckpointFolder
+from labkit.parallel.saving import CheckpointError, CheckpointFolder, _explain_errors, load_training, save_training
+from launch import fsdp_matrix
 
 HOW = {"model": "mlp_stack", "steps": 1, "device": "cpu"}
 STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
@@ -20,6 +30,51 @@ def losses(**how):
     """The mean loss over all ranks of each step in turn."""
     frame = labkit.run("fsdp_matrix", **HOW | how).frame.query("kind == 'scalar' and name == 'loss'")
     return frame.groupby("step").value.mean().to_list()
+
+
+def train_alone(here, steps, begin=0, save=None, load=None):
+    """Losses of these steps of the only rank, which may begin with what was saved, or save what it has."""
+    config = fsdp_matrix.Config(model="mlp_stack")
+    lab = fsdp_matrix.build_model(config, here.device, 0)
+    fsdp_matrix.parallelize_model(config, here.mesh(data=1, alone=1), lab)
+    optimizer, losses = torch.optim.Adam(lab.parameters(), lr=1e-2), []
+    if load:
+        assert load_training(load, lab, optimizer) == begin
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        inputs = parity.draw_samples(lab, here.device, step, 0)
+        loss = lab.get_loss(inputs, lab(*inputs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if save:
+        save_training(save, lab, optimizer, begin + steps)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["folder", "file.pt"])
+def test_a_rank_goes_on_where_it_has_stopped(lone_rank, tmp_path, name):
+    whole, path = train_alone(lone_rank, 4), tmp_path / name
+    assert train_alone(lone_rank, 2, save=path) == pytest.approx(whole[:2], rel=1e-6)
+    assert train_alone(lone_rank, 2, begin=2, load=path) == pytest.approx(whole[2:], rel=1e-6)
+    if name == "file.pt":
+        state = torch.load(tmp_path / name, weights_only=True)
+        assert type(state["model"]["layers.0.in_proj.weight"]) is torch.Tensor
+
+
+def test_the_newest_complete_checkpoint_is_loaded_and_the_one_before_is_kept(lone_rank, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    folder = CheckpointFolder(tmp_path)
+    assert folder.load(model, optimizer) == 0
+    for step in (8, 9, 10):
+        torch.nn.init.constant_(model.bias, step)
+        folder.save(model, optimizer, step)
+    shutil.copytree(tmp_path / "step_00000010", tmp_path / ".step_00000011")  # as a killed run leaves it
+    again = CheckpointFolder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000010"]
+    torch.nn.init.zeros_(model.bias)
+    assert again.load(model, optimizer) == 10 and model.bias.tolist() == [10.0, 10.0]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +159,8 @@ def test_a_folder_of_checkpoints_that_not_all_ranks_share_is_refused(ranks, tmp_
         ({"checkpoints": __file__}, "is a file: name a folder, which is made if need be"),
         ({"checkpoints": "new", "check": "parity"}, "parameters all ranks share: no moe, ignore or check"),
         ({"load": "/nowhere/at/all"}, "load '/nowhere/at/all' is not there: give what save wrote"),
+        ({"load": "/tmp"}, r"load '/tmp' is no complete save, which is a folder with \.metadata: give what save wrote"),
+        ({"load": __file__}, "is no complete save"),
         ({"save": "/nowhere/at/all"}, "save '/nowhere/at/all' must be a new name in a folder that there is"),
         ({"save": "/tmp"}, "save '/tmp' must be a new name"),
         ({"save": "new", "model": "moe"}, "parameters all ranks share: no moe, ignore or check"),
@@ -148,3 +205,127 @@ def test_nothing_in_a_saved_folder_is_executed(tmp_path):
     assert not bait.exists()
     state_dict_loader.load(found, checkpoint_id=tmp_path / "bad", no_dist=True)
     assert bait.exists(), "as torch alone reads it"
+
+
+class AsPython3112(pickle._Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do, and paths as Python 3.13 does."""
+
+    def reducer_override(self, value):
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+    def save_global(self, value, name=None):
+        if value is pathlib.PosixPath:
+            self.save("pathlib._local")
+            self.save("PosixPath")
+            self.write(pickle.STACK_GLOBAL)
+        else:
+            super().save_global(value, name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_table_of_contents_that_another_python_wrote_is_read_and_getattr_finds_nothing_else(tmp_path):
+    state_dict_saver.save({"weights": torch.ones(2)}, checkpoint_id=tmp_path / "good", no_dist=True)
+    table = tmp_path / "good" / ".metadata"
+    kept = pickle.loads(table.read_bytes())
+    kept.storage_meta.checkpoint_id = tmp_path
+    with table.open("wb") as file:
+        AsPython3112(file, 4).dump(kept)
+    assert b"getattr" in table.read_bytes() and b"pathlib._local" in table.read_bytes()
+    found = SafeCheckpointReader(tmp_path / "good").read_metadata()
+    assert found.state_dict_metadata == kept.state_dict_metadata and found.storage_meta.checkpoint_id == tmp_path
+    with table.open("wb") as file:
+        AsPython3112(file, 4).dump(Lookup())
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata asks for mro of .*Metadata.*: do not load it"):
+        SafeCheckpointReader(tmp_path / "good").read_metadata()
+
+
+class Lookup:
+    """Looks up an attribute of what a table of contents may name."""
+
+    def __reduce__(self):
+        return getattr, (Metadata, "mro")
+
+
+def train(save, path, dims=16, layers=2):
+    """Save a small training, or load it; what the error says."""
+    sizes = [dims, *layers * [8]]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters())
+    try:
+        save_training(path, model, optimizer, 3) if save else load_training(path, model, optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", ["folder", "file.pt"])
+def test_a_save_of_another_model_is_refused_with_what_differs(ranks, tmp_path, name):
+    path, on_two = tmp_path / name, ranks(2)
+    assert on_two(train, True, path) == on_two(train, False, path) == ["", ""]
+    told = "ValueError: 0.weight is [8, 16] there, and [8, 32] in this model; give a whole save of this model"
+    assert on_two(train, False, path, 32) == [f"load {path}: {told}"] * 2
+    (first, _) = on_two(train, False, path, 16, 3)
+    assert "2.weight is absent there, and [8, 8] in this model" in first
+    (first, _) = on_two(train, False, path, 16, 1)
+    assert re.search(r"1\.(weight|bias) is \[8.*\] there, and absent in this model", first)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: cut(folder / ".metadata"), "pickle data was truncated"),
+        (lambda folder: cut(folder / "__1_0.distcp"), "PytorchStreamReader failed"),
+        (lambda folder: (folder / "__1_0.distcp").unlink(), "No such file or directory: '.*__1_0.distcp'"),
+    ],
+)
+def test_a_damaged_save_is_refused_in_a_line(ranks, tmp_path, damage, says):
+    ranks(2)(train, True, tmp_path / "folder")
+    damage(tmp_path / "folder")
+    for told in ranks(2)(train, False, tmp_path / "folder"):
+        assert re.search(rf"^load {tmp_path}/folder: \w+: .*{says}", told) and "\n" not in told and len(told) < 600
+
+
+def test_a_file_of_torch_save_that_is_no_training_is_refused_in_a_line(ranks, tmp_path):
+    torch.save({"weights": torch.ones(2)}, tmp_path / "mine.pt")
+    told = f"load {tmp_path}/mine.pt: KeyError: 'model'; give a whole save of this model"
+    assert ranks(2)(train, False, tmp_path / "mine.pt") == [told] * 2
+
+
+@pytest.mark.parametrize("name", ["folder", "file.pt"])
+def test_a_disk_that_a_save_fills_is_told(ranks, small_disk, name):
+    told = ranks(1)(train, True, small_disk / name, 100_000)[0]
+    assert told == f"save {small_disk}/{name}: the disk of {small_disk} is full: make room, or save on another disk"
+    assert not (small_disk / name / ".metadata").exists() and not (small_disk / "file.pt").exists()
+
+
+def open_checkpoints(folder):
+    CheckpointFolder(folder)
+
+
+def test_what_else_lies_in_a_folder_of_checkpoints_stays_and_what_looks_like_a_save_is_named(ranks, tmp_path):
+    for name in ("step_one", ".step_one"):
+        (tmp_path / name).mkdir()
+    ranks(1)(open_checkpoints, tmp_path)
+    assert (tmp_path / "step_one").exists() and (tmp_path / ".step_one").exists()
+    (tmp_path / "step_00000007").mkdir()
+    fix = "move it away, or name another folder for checkpoints"
+    with pytest.raises(AssertionError, match=rf"step_00000007 is no complete save, .*\.metadata: {fix}"):
+        ranks(1)(open_checkpoints, tmp_path)
+    assert (tmp_path / "step_00000007").exists()
+
+
+def test_an_error_of_a_save_whose_peer_has_gone_is_an_echo():
+    def save():
+        with _explain_errors("save x", "name another"):
+            raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+
+    with pytest.raises(CheckpointError, match=r"save x: RuntimeError: .*closed by peer.*; name another") as caught:
+        save()
+    assert worker.is_echo(caught.value) and not worker.is_echo(CheckpointError("save x: no room"))

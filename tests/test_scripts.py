@@ -1,5 +1,6 @@
 """The code that a lab shows as what you would write runs as a file of its own, under bare torchrun, without labkit."""
 
+import os
 import re
 import subprocess
 import sys
@@ -35,10 +36,15 @@ def test_what_you_would_write_runs_under_bare_torchrun(ranks, text, tmp_path):
     assert "labkit" not in text
     (tmp_path / "labkit.py").write_text("raise ImportError('a script of its own needs no labkit')\n")
     (tmp_path / "script.py").write_text(text)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "script.py"]
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        with_folder = os.environ | {"TMPDIR": str(temporary)}
+        done = subprocess.run(command, cwd=tmp_path, env=with_folder, capture_output=True, text=True, timeout=100)
         if GLOO not in done.stderr:
             break
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torch")]
+    assert not left, "what a script saves is gone with it; the folders of torchrun and the compiler are torch's"
     assert len(text.strip().splitlines()) <= 40, "a page"

@@ -25,6 +25,7 @@ from fixture_processes import wait_for
 from fixture_users import NOBODY
 
 import labkit
+from labkit import compile_cache
 from labkit.course import jupyter, verdict_store
 from labkit.environment import ENV_NETWORK, ENV_QUEUE, ENV_RUN_FOLDER
 from labkit.errors import LabError, ParameterError, RankFailed
@@ -246,16 +247,18 @@ def test_a_lock_is_waited_for_as_long_as_is_said(tmp_path, monkeypatch):
 
 def test_programs_that_torch_compiled_come_from_a_private_folder(another_user, open_place, home, monkeypatch, tmp_path):
     place = open_place / "tmp" / f"torchinductor_{os.getuid()}"
-    monkeypatch.delenv(process.ENV_COMPILE_CACHE, raising=False)  # torch sets it in a process that compiles
+    monkeypatch.delenv(compile_cache.ENV_COMPILE_CACHE, raising=False)  # torch sets it in a process that compiles
     run = folders.RunFolder(tmp_path)
-    assert process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE] == str(place)
+    assert process.rank_environment(run, 2, "cpu")[compile_cache.ENV_COMPILE_CACHE] == str(place)
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     place.rmdir()
     another_user.does(take, str(place), "folder", "")
-    monkeypatch.setenv(process.ENV_COMPILE_CACHE, str(open_place / "tmp" / "torchinductor_root"))  # as torch says it
-    assert Path(process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE]).parent == home
-    monkeypatch.setenv(process.ENV_COMPILE_CACHE, "/as/one/likes")
-    assert process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE] == "/as/one/likes"
+    monkeypatch.setenv(
+        compile_cache.ENV_COMPILE_CACHE, str(open_place / "tmp" / "torchinductor_root")
+    )  # as torch says it
+    assert Path(process.rank_environment(run, 2, "cpu")[compile_cache.ENV_COMPILE_CACHE]).parent == home
+    monkeypatch.setenv(compile_cache.ENV_COMPILE_CACHE, "/as/one/likes")
+    assert process.rank_environment(run, 2, "cpu")[compile_cache.ENV_COMPILE_CACHE] == "/as/one/likes"
 
 
 def make_copies(*places):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from dataclasses import dataclass
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import labkit
-from labkit import rank
+from labkit import rank, requirements
 from labkit.errors import ParameterError
 from labkit.runs import records
 
@@ -118,6 +119,13 @@ def test_a_program_alone_prints_its_table_last(capsys):
     assert "loss" not in shown
 
 
+def test_the_table_shows_means_of_the_timed_steps():
+    writer = records.RecordWriter(None, 3)
+    for step, took_us in enumerate((10_000, 20_000, 60_000)):
+        writer.write("span", "forward", step, start_us=0.0, dur_us=float(took_us))
+    assert SESSION.records_text(writer).split() == ["rank", "3", "forward", "30.0", "ms", "mean", "of", "3", "steps"]
+
+
 def test_under_a_run_records_go_into_its_folder_and_nothing_is_printed(tmp_path, capsys):
     os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
     with rank.session() as here:
@@ -168,10 +176,104 @@ def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, not
     assert SESSION.choose_device() == (torch.device(device), note)
 
 
+@pytest.mark.parametrize(("gpus", "backend", "bound"), [(2, "nccl", "cuda:1"), (0, "gloo", None), (1, "gloo", None)])
+def test_the_backend_is_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, bound):
+    set_machine(monkeypatch, "auto", gpus, 2, index=1)
+    chosen = []
+
+    def join(name, device_id):
+        chosen.append((name, device_id and str(device_id)))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError), rank.session():
+        pass
+    assert chosen == ([bound] if bound else []) + [(backend, bound)]
+
+
+def test_a_session_joins_as_the_rank_that_its_environment_names(monkeypatch):
+    os.environ.update(RANK="2", WORLD_SIZE="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_PORT="1234")
+    seen = {}
+
+    def join(name, device_id):
+        seen.update(os.environ)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError), rank.session():
+        pass
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [seen[name] for name in names] == ["2", "3", "1", "localhost", "1234"]
+
+
 def set_machine(monkeypatch, wish, gpus, ranks, index=0):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old GPU")
     os.environ.update(LABKIT_DEVICE=wish, LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "index", "device", "note"),
+    [
+        (1, 3, 2, "cuda:0", "shared GPU: mechanism, not speed"),
+        (2, 3, 1, "cuda:1", "shared GPU: mechanism, not speed"),
+        (2, 2, 1, "cuda:1", ""),
+        (0, 2, 1, "cpu", ""),
+    ],
+)
+def test_ranks_share_gpus_on_request(monkeypatch, gpus, ranks, index, device, note):
+    set_machine(monkeypatch, "auto", gpus, ranks, index)
+    os.environ.update(LABKIT_SHARE_GPUS="1", RANK=str(index))
+    assert SESSION.choose_device() == (torch.device(device), note)
+    # NCCL takes two ranks of one GPU for a mistake, unless it believes them on several hosts
+    assert os.environ.get("NCCL_HOSTID") == (f"labkit-{index}" if note else None)
+
+
+def test_ranks_on_the_cpu_do_not_ask_the_driver(monkeypatch):
+    set_machine(monkeypatch, "cpu", 1, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver was asked"))
+    assert SESSION.choose_device() == (torch.device("cpu"), "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "used"), [((7, 5), True), ((8, 9), True), ((12, 1), True), ((6, 1), False), ((7, 0), False)]
+)
+def test_a_gpu_without_kernels_in_this_torch_is_not_used(monkeypatch, capability, used):
+    set_machine(monkeypatch, "auto", 1, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    device, note = SESSION.choose_device()
+    assert device.type == ("cuda" if used else "cpu")
+    name = "sm_" + "".join(map(str, capability))
+    built = "this torch has kernels for sm_75, sm_80, sm_90, sm_120 alone"
+    assert note == ("" if used else f"no GPU is used: Old GPU is {name}, and {built}")
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
+    set_machine(monkeypatch, "auto", 0, 1)
+
+    def warn():
+        warnings.warn("The NVIDIA driver on your system is too old (found version 12040). Please update", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(requirements, "has_nvidia_driver", lambda: True)
+    said = "no GPU is used: The NVIDIA driver on your system is too old (found version 12040)"
+    assert SESSION.choose_device() == (torch.device("cpu"), said)
+    monkeypatch.setattr(requirements, "has_nvidia_driver", lambda: False)
+    assert SESSION.choose_device() == (torch.device("cpu"), "")
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "device"), [(1, 4, "cpu"), (4, 4, "cuda"), (0, 1, "cpu")])
+def test_a_lab_computes_on_one_kind_of_device(monkeypatch, gpus, ranks, device):
+    set_machine(monkeypatch, "auto", gpus, ranks)
+    monkeypatch.delenv("LABKIT_DEVICE")
+    assert labkit.use_one_device(ranks) == device == os.environ["LABKIT_DEVICE"]
+    assert labkit.use_one_device(1) == device, "the first choice holds"
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (1, 2)])
@@ -223,6 +325,17 @@ def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
     with pytest.raises(SystemExit) as caught, rank.session() as here:
         here.finish_check(check="parity", compared=compared, ok=True)
     assert caught.value.code == 1
+    assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_verdict_is_not_ok_if_that_of_another_rank_is_not(monkeypatch, capsys):
+    def gather(everyone, own):
+        everyone[:] = [own, False, own]
+
+    with pytest.raises(SystemExit), rank.session() as here:
+        here.world_size = 3
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        here.finish_check(check="parity", compared=3, ok=True)
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
 
 

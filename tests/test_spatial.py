@@ -4,9 +4,14 @@ Bytes and counts are held against theory exactly, peak activations within 5 %.
 """
 
 import json
+import os
 import subprocess
 import sys
+import types
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,23 +19,32 @@ import torch.distributed as dist
 from fixture_cells import run_cells
 from programs.spatial_cases import CASES
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 import labkit
 from labkit import requirements
+from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
+from labkit.parallel import spatial as parallel
 from labkit.parallel.spatial import apply_spatial, axis_index, own_samples, shard_batch
+from labkit.runs.records import RecordWriter, read_records
+from labkit.session.meter import Meter
 from labkit.theory import sizes, spatial
+from launch import convnext_spatial
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 1e-5
 
 PARITY = [  # every pair of strategy, dimension and mesh
     {"nproc": 4, "strategy": "local", "tensor_dim": 3, "mesh": "4"},
-    {"nproc": 4, "strategy": "local", "tensor_dim": 2, "mesh": "2x2", "drop_path_rate": 0.5},
+    {"nproc": 4, "strategy": "local", "tensor_dim": 2, "mesh": "2x2", "drop_path_rate": 0.5, "input_grad": True},
     {"nproc": 2, "strategy": "local", "tensor_dim": 3, "drop_path_rate": 0.5},
     {"nproc": 4, "strategy": "dtensor", "tensor_dim": 2, "mesh": "4", "drop_path_rate": 0.5},
-    {"nproc": 4, "strategy": "dtensor", "tensor_dim": 3, "mesh": "2x2"},
+    {"nproc": 4, "strategy": "dtensor", "tensor_dim": 3, "mesh": "2x2", "input_grad": True},
     {"nproc": 2, "strategy": "dtensor", "tensor_dim": 2},
+    {"nproc": 2, "strategy": "dtensor", "mesh": "2x1", "input_grad": True},
+    {"nproc": 1, "strategy": "local"},
+    {"nproc": 1, "strategy": "dtensor"},
 ]
 
 
@@ -52,31 +66,45 @@ def cell_name(cell):
     return "-".join(str(value) for value in cell.values())
 
 
+class Results:
+    """Of all these cells by name, from one launch for each number of ranks, once a test asks for one of them."""
+
+    def __init__(self):
+        self.cells = {cell_name(cell): cell | {"check": "parity"} for cell in [*PARITY, NATIVE]}
+        self.cells |= {name: cell | {"steps": 1} for name, cell in RUNS.items()}
+        self.found = {}
+
+    def __getitem__(self, name):
+        if name not in self.found:
+            wanted, alone = self.cells[name]["nproc"], {}
+            for each, cell in self.cells.items():
+                rest = dict(cell)
+                if rest.pop("nproc") == wanted:
+                    alone[each] = rest
+            results = run_cells("convnext_spatial", wanted, list(alone.values()))
+            self.found |= dict(zip(alone, results, strict=True))
+        return self.found[name]
+
+
 @pytest.fixture(scope="module")
 def results():
-    """Of all these cells by name, in one launch for each number of ranks."""
-    cells = {cell_name(cell): cell | {"check": "parity"} for cell in [*PARITY, NATIVE]}
-    cells |= {name: cell | {"steps": 1} for name, cell in RUNS.items()}
-    found = {}
-    for nproc in (1, 2, 4):
-        names = [name for name in cells if cells[name]["nproc"] == nproc]
-        alone = [{option: value for option, value in cells[name].items() if option != "nproc"} for name in names]
-        found |= dict(zip(names, run_cells("convnext_spatial", nproc, alone), strict=True))
-    return found
+    return Results()
 
 
 @pytest.mark.parametrize("cell", PARITY, ids=cell_name)
 def test_program_computes_what_one_device_computes(results, cell):
     result = results[cell_name(cell)]
     assert result.value("ok")
-    assert result.value("compared") > 50
+    tensors = spatial.convnext_parameter_tensors((1, 1))
+    assert result.value("compared") == 1 + 2 * tensors + cell.get("input_grad", False) > 50
     assert result.value("max_rel_error") <= LIMIT
 
 
 def test_uneven_strips_compute_what_one_device_computes():
     sizes = {"width": 76, "height": 16, "depths": (1,), "dims": (8,)}  # strips of 16, 16, 16, 16 and 12 pixels
-    result = labkit.run("convnext_spatial", nproc=5, check="parity", device="cpu", strategy="local", **sizes)
-    assert result.value("compared") == 1 + 2 * spatial.convnext_parameter_tensors((1,))
+    how = {"check": "parity", "strategy": "local", "input_grad": True}
+    result = labkit.run("convnext_spatial", nproc=5, device="cpu", **how, **sizes)
+    assert result.value("compared") == 2 + 2 * spatial.convnext_parameter_tensors((1,))
     assert result.value("max_rel_error") <= LIMIT
 
 
@@ -98,6 +126,54 @@ def torchrun(ranks, *arguments):
     command += ["-m", "launch.convnext_spatial", "--check", "parity", *arguments]
     root = Path(__file__).resolve().parents[1]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=root)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Records of a program that this process runs as the only rank."""
+
+    def run(config):
+        with mock.patch.dict(os.environ, LABKIT_RUN_FOLDER=str(tmp_path), LABKIT_DEVICE="cpu"):
+            convnext_spatial.main(config)
+        return read_records(tmp_path).lines
+
+    return run
+
+
+def test_a_run_is_a_loop_of_plain_training_with_one_step_to_warm_up(recorded):
+    small = {"height": 16, "width": 16, "dims": (4, 4), "steps": 2, "learning_rate": 1e-2}
+    config = convnext_spatial.Config(strategy="plain", **small)
+    lines = recorded(config)
+    images, labels = photo.image_batch("random", 2, 16, 16, 10, seed=0)
+    model = convnext_spatial.build_model(config, torch.device("cpu"))
+    optimizer, expected = torch.optim.Adam(model.parameters(), lr=1e-2), {}
+    for step in (-1, 0, 1, 2):  # warm-up, timed, traced
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        expected[step] = pytest.approx(loss.item(), rel=1e-5)
+    assert {line["step"]: line["value"] for line in lines if line["name"] == "loss"} == expected
+    spans = Counter(line["name"] for line in lines if line["kind"] == "span")
+    assert spans == dict.fromkeys(("forward", "backward", "optimizer", "step"), 2)
+
+
+def test_the_gradient_of_the_images_is_that_of_the_last_step():
+    config = convnext_spatial.Config(height=16, width=16, dims=(4, 4), learning_rate=1e-7)
+    images, labels = photo.image_batch("random", 2, 16, 16, 10, seed=0)
+    meter, seen = Meter(RecordWriter(None, 0), torch.device("cpu")), []
+    for steps in (1, 2):
+        model = convnext_spatial.build_model(config, meter.device)
+        convnext_spatial.train(config, partial(meter.plain_steps, most=steps), model, images.requires_grad_(), labels)
+        seen.append(images.grad.clone())
+    assert torch.allclose(*seen, rtol=0.01, atol=1e-6)
+
+
+def test_a_check_compares_several_steps(recorded, monkeypatch):
+    updates, step = [], torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: updates.append(self) or step(self))
+    recorded(convnext_spatial.Config(height=16, width=16, dims=(4, 4), strategy="plain", check="parity"))
+    assert [updates.count(optimizer) for optimizer in dict.fromkeys(updates)] == [3, 3]
 
 
 def test_last_line_of_the_bare_command_is_the_verdict():
@@ -265,10 +341,26 @@ def test_a_batch_is_cut_where_the_mesh_says(five_ranks):
     assert [axis_index(five_ranks, axis) for axis in (None, 0, "space")] == [0, 0, 0]
 
 
+def test_strips_lie_along_the_axis_that_is_named():
+    dist.init_process_group("fake", rank=3, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("space", "data"))  # 3 is the second strip's first
+        whole = torch.arange(6 * 10.0).view(6, 1, 1, 10)
+        images, labels = shard_batch(whole, torch.arange(6), mesh, mesh_dim="space")
+    finally:
+        dist.destroy_process_group()
+    assert labels.tolist() == [0, 1]
+    assert torch.equal(images.to_local(), whole[:2, ..., 5:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"nproc": 4, "width": 64}, "4 ranks cannot share 64: .* 16 / 8 = 2, less than the halo of 3"),
+        (
+            {"nproc": 5, "strategy": "dtensor", "width": 76, "depths": (1,), "dims": (8,)},
+            "5 ranks cannot share 76 along dim 3 as a DTensor: 76 % 5 = 1; use strategy local or a size that 5 divides",
+        ),
         ({"nproc": 3}, "3 ranks cannot share 256: a rank gets 86, 86 % 8 = 6"),
         ({"nproc": 4, "mesh": "2x2", "batch": 3}, "2 ranks cannot share a batch of 3: 3 % 2 = 1"),
         ({"nproc": 4, "mesh": "3x2"}, "mesh 3x2 is for 6 ranks, but 4 are launched"),
@@ -279,3 +371,18 @@ def test_a_batch_is_cut_where_the_mesh_says(five_ranks):
 def test_program_refuses_what_cannot_work_before_anything_starts(arguments, message):
     with pytest.raises(labkit.ParameterError, match=message):
         labkit.run("convnext_spatial", **arguments)
+
+
+@pytest.mark.parametrize(("version", "label"), [((2, 13), Replicate()), ((2, 14), Shard(3))])
+def test_a_staged_native_run_takes_the_label_that_each_torch_gives_a_gradient(monkeypatch, version, label):
+    """With the wrong one torch gathers the gradient: "returned an invalid gradient … [5, 256, 8, 32]"."""
+    labels = types.SimpleNamespace(from_local=lambda strip, mesh, placements, grad_placements: grad_placements)
+    conv = torch.nn.Conv2d(1, 1, 1)
+    monkeypatch.setattr(parallel.requirements, "torch_version", lambda: version)
+    monkeypatch.setattr(parallel, "DTensor", labels)
+    parallel._relabel_as_strips(torch.nn.Sequential(conv))
+    (relabel,) = conv._forward_pre_hooks.values()
+    strip = types.SimpleNamespace(
+        to_local=lambda: None, device_mesh=types.SimpleNamespace(ndim=1), placements=[Shard(3)]
+    )
+    assert relabel(conv, (strip,)) == [label]

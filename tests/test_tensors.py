@@ -54,6 +54,14 @@ def test_in_place_and_out_return_the_tensor_that_was_given(two):
     assert not two.a.any() and not out.b.any()
 
 
+def test_both_halves_have_memory_of_their_own():
+    weight = torch.ones(4, 3)
+    two = tensors.make_two_tensor(weight)
+    two.add_(1)
+    assert torch.equal(two.a, torch.full((4, 3), 2.0)) and torch.equal(two.b, two.a)
+    assert torch.equal(weight, two.a), "the first is the weight itself"
+
+
 def test_a_view_stays_a_view(two):
     view = two[1:3]
     view.zero_()
@@ -113,10 +121,10 @@ def test_the_gathered_memory_is_the_parameter_and_is_only_copied_into_another_dt
 
     short, to_free = two.fsdp_post_all_gather(gathered, None, torch.bfloat16)
     assert {each.data_ptr() for each in to_free} == {short.a.data_ptr(), short.b.data_ptr()}, "what casting allocated"
-    version = short._version
+    versions = [each._version for each in (short, short.a, short.b)]
     two.fsdp_post_all_gather([each + 1 for each in gathered], None, torch.bfloat16, out=short)
     assert short.dtype == torch.bfloat16 and (short.a == 2).all() and (short.b == 3).all()
-    assert short._version == version
+    assert [each._version for each in (short, short.a, short.b)] == versions, "autograd may have saved them"
 
 
 @pytest.mark.parametrize(
@@ -131,9 +139,11 @@ def test_a_forgotten_half_or_one_of_the_wrong_size_is_refused(two, gathered, mes
         two.fsdp_post_all_gather(gathered, None, torch.float32)
 
 
-def test_memory_that_is_not_the_gathered_is_refused(two):
-    with pytest.raises(ValueError, match="half a does not lie in the gathered tensor's memory"):
-        two.fsdp_post_all_gather([torch.ones(4, 3), torch.ones(4, 3)], None, torch.float32, out=two)
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_memory_that_is_not_the_gathered_is_refused(two, half):
+    gathered = {"a": two.a, "b": two.b} | {half: torch.ones(4, 3)}
+    with pytest.raises(ValueError, match=f"half {half} does not lie in the gathered tensor's memory"):
+        two.fsdp_post_all_gather([*gathered.values()], None, torch.float32, out=two)
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
@@ -245,6 +255,27 @@ def test_rows_that_do_not_divide_are_padded_and_come_back_whole(ranks, name):
         assert shape in ((3, 6), (2, 6))
 
 
+def gather_twice(name):
+    """The largest difference between a weight and what computes, before and after the weight has changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False))
+    apply_extension(model, init_device_mesh("cpu", (2,)), name)
+    off = []
+    for _ in range(2):
+        for plain in tensors.plain_tensors(model(torch.eye(6)).detach()):
+            exact = tensors.plain_tensors(model[0].weight.full_tensor())[0]
+            off.append(float((plain.t() - exact).abs().max() / exact.abs().max()))
+        for plain in tensors.plain_shards(model[0].weight):
+            plain.mul_(-3)
+    return off
+
+
+@pytest.mark.parametrize("name", theory.EXTENSION_BYTES)
+def test_a_later_gather_brings_the_rows_of_that_moment(ranks, name):
+    for off in ranks(2)(gather_twice, name):
+        assert max(off) <= theory.rounding_error(name) + 1e-6
+
+
 def error_of(fill):
     """The error of a weight, one of whose numbers is this, on each rank."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False))
@@ -258,6 +289,23 @@ def error_of(fill):
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 def test_the_error_of_zeros_is_zero_and_that_of_nan_is_not_hidden(ranks, fill):
     assert ranks(2)(error_of, fill) == [pytest.approx((fill, fill), nan_ok=True)] * 2
+
+
+def error_of_two_parameters():
+    """The errors of a model of two weights, of which bfloat16 holds the first exactly, and of the second alone."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for layers in (2, 1):
+        torch.manual_seed(0)
+        weights = [nn.Linear(6, 4, bias=False) for _ in range(2)][2 - layers :]
+        if layers == 2:
+            nn.init.ones_(weights[0].weight)
+        found.append(tuple(tensors.gather_errors(apply_extension(nn.Sequential(*weights), mesh, "bf16"))))
+    return found
+
+
+def test_the_error_of_a_model_is_that_of_its_worst_parameter(ranks):
+    for both, second in ranks(2)(error_of_two_parameters):
+        assert both == second and min(second) > 0
 
 
 def wire_after_to_empty():
@@ -324,6 +372,16 @@ def test_theory_of_what_is_held():
 def test_a_parameter_becomes_a_tensor_of_its_own_shape(made, message):
     with pytest.raises(ValueError, match=message):
         tensors.convert_parameters(nn.Linear(6, 5, bias=False), made)
+
+
+def test_a_frozen_parameter_stays_frozen():
+    model = nn.Linear(6, 5)
+    model.bias.requires_grad_(False)
+    tensors.convert_parameters(model, tensors.make_two_tensor)
+    assert {name: (type(each.data), each.requires_grad) for name, each in model.named_parameters()} == {
+        "weight": (TwoTensor, True),
+        "bias": (TwoTensor, False),
+    }
 
 
 def timed_gathers(name):

@@ -1,6 +1,7 @@
 """launch/two_dim: equal to one device on 2 x 2 ranks, compiled too; each axis carries what theory says."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from fixture_cells import run_cells
 from programs.two_dim_cases import COMPILED, DIM, EAGER
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit import requirements
@@ -41,7 +43,7 @@ def compiled():
     return verdicts(compile=True)
 
 
-MEASURED = [{}, {"seq": True, "checkpointing": True}, {"plan": "ddp_tp"}, {"layers": "yours"}]
+MEASURED = [{}, {"seq": True, "checkpointing": True}, {"plan": "ddp_tp"}, {"layers": "yours"}, {"tp": 4}]
 CHECKED = {"plan": "ddp_tp", "check": "parity", "compile": False}
 
 
@@ -88,6 +90,23 @@ def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
 @needs_compiler
 def test_beside_a_compiled_version_the_eager_one_has_ddps_own_reducer(compiled):
     assert compiled["backward not compiled"]["python_reducers"] == [False, True]
+
+
+def compared_with_a_compiled_version_that_differs():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tp"))
+
+    def apply(lab, compile=False):
+        if compile:
+            nn.init.zeros_(lab.fc4.bias)
+        return lab
+
+    build = partial(two_dim.build_model, two_dim.Config(plan="ddp_tp", dim=8), mesh, torch.device("cpu"))
+    return parity.compare_mesh_training(build, apply, mesh, torch.device("cpu"), 1, compile=True)
+
+
+def test_a_compiled_version_that_differs_from_eager_is_seen(ranks):
+    (verdict,) = ranks(1)(compared_with_a_compiled_version_that_differs)
+    assert verdict["compiled_vs_eager"] > 1e-2 and not verdict["ok"]
 
 
 def test_a_comparison_is_quiet_and_leaves_torchs_logger_as_it_was(eager):
@@ -141,6 +160,10 @@ def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(measured
             peak = fsdp.fsdp_step_peak(theory.rank_layers(pairs, tp), places, data)["total"]
             assert result.value("peak_total_bytes") == pytest.approx(peak, rel=0.01)
     assert {name: result.value(name) for name in predicted} == predicted
+    losses = result.frame.query("kind == 'scalar' and name == 'loss'").groupby("rank")["value"].last()
+    lines = [losses[first : first + tp].to_list() for first in range(0, 4, tp)]
+    assert [len(set(line)) for line in lines] == [1] * data, "a line has one batch"
+    assert len({line[0] for line in lines}) == data, "of its own"
     by_axis = {name for name in result.summary() if "/" in name}
     counted = {name for name in by_axis if not name.endswith("_wire_bytes")}  # which follow from the others
     assert counted - {"data/all_reduce_count"} == {name for name in predicted if "/" in name}, "and nothing else"

@@ -24,6 +24,8 @@ from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
 
 (LAB,) = find_labs(FOLDER, ("07_when_it_breaks",))
+RANKS = 2
+"""The lab's parameter, for the cells that say ``-n $RANKS``."""
 NAMES = {"json": json, "re": re, "labkit": labkit, "pandas": pandas, "torch": torch, "nn": nn}
 SPACE = {"deep", "ROWS", "WIDTH", "LAYERS", "CAP_MIB", "ends_of", "answers_to", "waited"}
 """What the tests take from the notebook beside its cells on ranks."""
@@ -34,9 +36,13 @@ def notebook():
     """The source's cells on ranks by their names, and the functions and constants in ``SPACE``."""
     cells, names = {}, dict(NAMES)
     for cell in solved_notebook(LAB.source).cells:
-        named = re.match(r"%%torchrun -n (\d+)(?: --timeout (\d+))?.* --name (\w+)\n", cell.source)
+        named = re.match(r"%%torchrun -n (\d+|\$RANKS)(?: --timeout (\d+))?.* --name (\w+)\n", cell.source)
         if named:
-            cells[named[3]] = int(named[1]), float(named[2] or 90), "\n" + cell.source.split("\n", 1)[1]
+            cells[named[3]] = (
+                int(named[1].replace("$RANKS", f"{RANKS}")),
+                float(named[2] or 90),
+                "\n" + cell.source.split("\n", 1)[1],
+            )
         elif cell.cell_type == "code" and not cell.source.startswith("%%"):
             for node in ast.parse(cell.source).body:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node
@@ -136,7 +142,7 @@ def weights_on_all_ranks():
 
 
 def gradient_against_one_device():
-    assert silent("wrong scaling") == ("yes", "2", "1.00") and silent("right")[1] == "1"
+    assert silent("wrong scaling") == ("yes", f"{RANKS}", "1.00") and silent("right")[1] == "1"
 
 
 def moves():

@@ -85,6 +85,7 @@ def test_controls_have_labels_and_a_moved_one_redraws(panel):
     assert isinstance(knobs(panel)["ranks"], ipywidgets.ToggleButtons)
     before = panel._picture.value
     assert 'alt="2 ranks &amp; no more, predicted"' in before
+    assert ">2 ranks &amp; no more, predicted.</p>" in before, "what the figure shows is there for all to read"
     knobs(panel)["ranks"].value = 3
     assert panel._picture.value != before and 'alt="3 ranks' in panel._picture.value
 

@@ -39,13 +39,19 @@ def _prediction_value(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def claim(sentence: str, holds: bool) -> None:
+def claim(sentence: str, holds: bool, *, where: bool = True) -> None:
     """Print a sentence of the lab if the measurement contradicts it, as it may on another machine.
 
+    ``where`` tells whether the sentence speaks of the parameters at hand.
+
     Raises:
-        AssertionError: the sentence does not hold, and LABKIT_STRICT_CLAIMS is 1.
+        AssertionError: the sentence speaks of these parameters and does not hold, and
+            LABKIT_STRICT_CLAIMS is 1.
     """
     if holds:
+        return
+    if not where:
+        print(f"Said of other parameters than these: {sentence}")
         return
     if os.environ.get(ENV_STRICT_CLAIMS) == "1":
         raise AssertionError(f"the claim does not hold: {sentence}")

@@ -13,20 +13,21 @@ from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import ddp as ranks_ddp
+from labkit.checks.traffic import expect_traffic
 from labkit.inductor import ProgramLine
 from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
 
-RANKS = 2
+# Numbers of ranks on which an answer has to be right.
+SIZES = 2, 3
+SIZES_TEXT = "2 and 3"
 MIB = 2**20
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
 FUTURE_HINT = "return a future of a tensor: handle.get_future().then(…)"
 HOOK_HINTS = dict.fromkeys(["register_comm_hook", "Future", "communication hook"], FUTURE_HINT)
-judge_on_pair = partial(judge_on_ranks, "ddp", ranks=RANKS, waiting=WAIT_HINT, name_rank=True)
-SUM = "the sum over the ranks"
-TWICE = "the sum, divided twice"
-OWN = "this rank's own"
+_on_ranks = partial(judge_on_ranks, "ddp", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
+SENDS = "the gradients are right, but the rank sends"
 ORDER_HINT = "Wait for the bucket before you read it; cut it in the order of filling."
 # Programs, as kind and buffers of each line: the lines that use a buffer too early; a hint.
 PROGRAM_CASES: dict[str, tuple[list[int], str]] = {
@@ -117,7 +118,8 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
 def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
     """Expect a list of lists that holds each position once, in order."""
     said = f"{asked} gave {judge.value_text(found)}:"
-    is_list = isinstance(found, list) and all(isinstance(bucket, list) for bucket in found)
+    # A list of another class may raise whatever is done with it.
+    is_list = type(found) is list and all(type(bucket) is list for bucket in found)
     flat: list[Any] = [*chain(*found)] if is_list else [None]
     are_whole = all(isinstance(position, Integral) for position in flat)
     hint = "A bucket is a list of positions, as enumerate(sizes) gives them; return all in a list."
@@ -164,36 +166,27 @@ def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
 
 @exercise
 def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 3: average gradients in buckets while the backward pass runs, on 2 real ranks."""
-    own = [[_device_gradients([(rank, step)]) for rank in range(RANKS)] for step in range(2)]
-    mean = [torch.stack(ranks).mean(0) for ranks in own]
+    """Exercise 3: average gradients in buckets while the backward pass runs, on real ranks."""
     # Gradients are ready from the last parameter to the first.
     sizes = [each.nbytes for each in reversed([*ranks_ddp.make_linear_model().parameters()])]
     plan = assign_buckets(sizes, ranks_ddp.LIMIT_BYTES)
     buckets = [sum(sizes[position] for position in bucket) for bucket in plan]
-    add = "An all-reduce adds up. The mean is the sum, divided by the ranks."
-    once = "Divide once: before the all-reduce, or after it."
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         first_waits = sent["passes"][0]["seen"].count("waited")
-        for step, (passage, right) in enumerate(zip(sent["passes"], mean, strict=True)):
+        for step, passage in enumerate(sent["passes"]):
             where, seen = f"in backward pass {step},", passage["seen"]
             asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
             # Wrong buckets would explain wrong gradients, so they come first.
             _judge_all_reduces(where, asked, sizes, buckets)
-            likely = {
-                SUM: (RANKS * right, add),
-                TWICE: (right / RANKS, once),
-                OWN: (own[step][index], ORDER_HINT),
-                f"{OWN}, divided": (own[step][index] / RANKS, ORDER_HINT),
-            }
-            _judge_gradients(passage["gradients"], right, likely, where=f"{where} ")
+            own = [_device_gradients([(rank, step)]) for rank in range(ranks)]
+            _judge_gradients(passage["gradients"], own, index, where=f"{where} ")
             # Right gradients may still have been sent late, or waited for too early.
             last = len(seen) - 1 - seen[::-1].index("gradient")
             # The last gradient completes the last bucket; the first bucket can leave before it.
-            overlap = any(event.startswith("asked") for event in seen[:last])
             hint = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
             said = f"{where} the first bucket left after the last gradient was there"
+            overlap = any(event.startswith("asked") for event in seen[:last])
             judge.expect(overlap, said, hint=hint)
             early = seen.index("waited") if "waited" in seen[:last] else last
             hint = "Ask with async_op=True, keep the handle, and wait after the last gradient."
@@ -204,10 +197,13 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             waits, hint = seen.count("waited"), "Forget buckets that have arrived."
             said = f"{where} the rank waited {waits} times, before {first_waits}"
             judge.expect(waits <= first_waits, said, hint=hint)
+            said, hint = f"{where} all is right, but the rank sends", "The all-reduces are enough."
+            right = {"all_reduce": [len(buckets), sum(buckets)]}
+            expect_traffic(passage["sent"], right, said, hint)
 
-    judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="small_ddp")
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="small_ddp")
     passed = f"in {len(buckets)} buckets that leave while gradients are still to come"
-    return judge.passing_verdict(f"the mean on {RANKS} ranks, {passed}")
+    return judge.passing_verdict(f"the mean on {SIZES_TEXT} ranks, {passed}")
 
 
 def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: list[int]) -> None:
@@ -226,20 +222,39 @@ def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: 
         hint = "What is left at the end is a bucket, too. After a pass, reset the counts."
     elif asked[: len(buckets)] == buckets:
         hint = "After a backward pass, reset the counts of missing gradients."
+    elif asked == [2 * size for size in buckets]:
+        hint = "Send the gradients as they are: float32 has 4 bytes a number."
     expected = f"{len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
     judge.expect(asked == buckets, f"{where} {said}", expected, hint)
 
 
 def _judge_gradients(
     got: Sequence[Tensor | None],
-    right: Tensor,
-    likely: Mapping[str, tuple[Tensor, str]],
+    own: Sequence[Tensor],
+    index: int,
+    more: Mapping[str, tuple[Tensor, str]] | None = None,
     where: str = "",
+    own_hint: str = ORDER_HINT,
     *,
-    rtol: float = 1e-4,
+    rtol: float = 1e-5,
     atol: float = 1e-7,
 ) -> None:
-    """Expect these gradients; the right and likely ones are vectors of all parameters."""
+    """Expect the mean of the ranks' ``own`` gradients on rank ``index``.
+
+    Gradients are vectors of all parameters; ``more`` holds other likely ones than those of a wrong
+    division, each with a hint.
+    """
+    ranks, right = len(own), torch.stack([*own]).mean(0)
+    divide = "An all-reduce adds up. The mean is the sum, divided by the ranks, once."
+    count = "Divide by dist.get_world_size()."
+    likely = {
+        **(more or {}),
+        "the sum over the ranks": (ranks * right, divide),
+        "the sum, divided twice": (right / ranks, divide),
+        "this rank's own": (own[index], own_hint),
+        "this rank's own, divided": (own[index] / ranks, own_hint),
+        "the sum, divided by 2": (ranks * right / 2, count),
+    }
     how: dict[str, Any] = {"hint": ORDER_HINT, "rtol": rtol, "atol": atol}
     start = 0
     for place, parameter in enumerate(ranks_ddp.make_linear_model().parameters()):
@@ -288,31 +303,31 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
 
 @exercise
 def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 5: gradients of micro-batches, averaged over the ranks once, on 2 real ranks."""
-    count = ranks_ddp.MICRO_BATCHES
-    right = _device_gradients([(rank, step) for rank in range(RANKS) for step in range(count)])
-    last = _device_gradients([(rank, count - 1) for rank in range(RANKS)])
+    """Exercise 5: gradients of micro-batches, averaged over the ranks once, on real ranks."""
     alone, add = "that of the last micro-batch alone", "Gradients add up; the loss is a mean."
     every = "Every micro-batch needs a backward pass; zero no gradient between."
     inside = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        count = ranks_ddp.micro_batches(ranks)
+        own = [_device_gradients([(each, step) for step in range(count)]) for each in range(ranks)]
+        last = _device_gradients([(each, count - 1) for each in range(ranks)])
+        calls, _ = sent["sent"].get("all_reduce", (0, 0))
         said = {0: "nothing was sent", count: "every backward pass sent its gradients"}
-        seen = said.get(sent["calls"], f"{sent['calls']} all-reduces were sent")
-        judge.expect(sent["calls"] == 1, seen, "1 all-reduce", inside)
-        own = _device_gradients([(index, step) for step in range(count)])
+        seen = said.get(calls, f"{calls} all-reduces were sent")
+        judge.expect(calls == 1, seen, "1 all-reduce", inside)
         likely = {
-            f"{count} times too large": (count * right, add),
+            f"{count} times too large": (count * torch.stack(own).mean(0), add),
             alone: (last, every),
             f"{alone}, divided": (last / count, every),
-            OWN: (own, ORDER_HINT),
         }
-        _judge_gradients(sent["gradients"], right, likely)
+        _judge_gradients(sent["gradients"], own, index, likely)
+        once = {"all_reduce": [1, last.nbytes]}
+        expect_traffic(sent["sent"], once, SENDS, "DDP's own all-reduce is enough.")
 
-    judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
-    return judge.passing_verdict(
-        f"the gradients of one device with all {RANKS * count} micro-batches, sent once"
-    )
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
+    whose = "of one device with all micro-batches"
+    return judge.passing_verdict(f"the gradients {whose}, sent once, on {SIZES_TEXT} ranks")
 
 
 @exercise
@@ -337,29 +352,27 @@ def handed_bytes(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: a communication hook that sends bfloat16, on 2 real ranks."""
-    own = [_device_gradients([(rank, 0)]) for rank in range(RANKS)]
-    right = torch.stack(own).mean(0)
-    whole = right.nbytes
-    divide = "DDP divides only where no hook is registered: a hook divides itself."
+    """Exercise 7: a communication hook that sends bfloat16, on real ranks."""
+    whole = _device_gradients([(0, 0)]).nbytes
     send = "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
-        likely = {
-            SUM: (RANKS * right, divide),
-            OWN: (own[index], send),
-            TWICE: (right / RANKS, divide),
-        }
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        own = [_device_gradients([(each, 0)]) for each in range(ranks)]
         # bfloat16 has 8 bits of precision.
-        _judge_gradients(sent["gradients"], right, likely, rtol=0.02, atol=2e-3)
-        hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
-        said = f"the gradients are right, and {sent['handed']:,} bytes were handed over"
-        judge.expect(sent["handed"] == whole // 2, said, f"{whole // 2:,}", hint)
+        _judge_gradients(sent["gradients"], own, index, own_hint=send, rtol=0.02, atol=2e-3)
+        half = {"all_reduce": [1, whole // 2]}
+        hint = "One all-reduce of the bucket: bucket.buffer().to(torch.bfloat16)."
+        expect_traffic(sent["sent"], half, SENDS, hint)
+        said = f"{SENDS} {' and '.join(sent['dtypes'])}"
+        hint = "float16 has as few bytes, but a smaller range: a large gradient would overflow."
+        judge.expect(sent["dtypes"] == ["bfloat16"], said, "bfloat16", hint)
+        said = f"the gradients are right, but the future holds {' and '.join(sent['gave'])}"
+        hint = "The bucket is in float32, so what comes back is, too: .to(torch.float32)."
+        judge.expect(sent["gave"] == ["torch.float32"], said, "torch.float32", hint)
 
-    judge_on_pair(answer, judge=judge_rank, timeout_s=timeout_s, hints=HOOK_HINTS, what="half_hook")
-    return judge.passing_verdict(
-        f"the mean but for rounding, and {whole // 2:,} bytes handed over instead of {whole:,}"
-    )
+    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=HOOK_HINTS, what="half_hook")
+    rounded = f"the mean on {SIZES_TEXT} ranks but for rounding"
+    return judge.passing_verdict(f"{rounded}, and {whole // 2:,} bytes sent instead of {whole:,}")
 
 
 @exercise
@@ -373,7 +386,7 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
         text = "; ".join(f"{line.number} {line.text}" for line in lines)
         asked = f"for the program [{text}] {judge.answer_name(answer)}"
         found = judge.call_answer(answer, lines, in_words=asked)
-        is_right = isinstance(found, list) and found == right
+        is_right = type(found) is list and found == right
         judge.expect(is_right, f"{asked} gave {judge.value_text(found)}", right, hint)
     return judge.passing_verdict(f"{len(PROGRAM_CASES)} programs agree")
 

@@ -14,11 +14,16 @@ from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import extensions as ranks_extensions
+from labkit.checks.traffic import expect_traffic
 from labkit.tensors import TwoTensor
 from labkit.theory import extensions as theory
 from labkit.torch_private import foreach_mul
 
-RANKS = 2
+# Numbers of ranks on which an answer has to be right.
+SIZES = 2, 3
+SIZES_TEXT = "2 and 3"
+# Of what is calculated once more, in the same order.
+TOLERANCES: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8}
 REFILL_HINT = "autograd has saved this parameter: fill it with refill"
 # What to do about an error of torch, by a part of its message.
 ERROR_HINTS = {
@@ -30,8 +35,8 @@ ERROR_HINTS = {
     ),
 }
 WAIT_HINT = "does every rank send tensors of the same size?"
-judge_on_pair = partial(
-    judge_on_ranks, "extensions", ranks=RANKS, timeout_s=60, waiting=WAIT_HINT, hints=ERROR_HINTS
+_on_ranks = partial(
+    judge_on_ranks, "extensions", sizes=SIZES, timeout_s=60, waiting=WAIT_HINT, hints=ERROR_HINTS
 )
 # What is special about each parameter of make_codec_model.
 CODEC_WEIGHT_TEXT = {
@@ -170,8 +175,8 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
     else:
         judge.expect(type(found) is kind, f"{what}, not a cls", hint=hint)
         likely_a, likely_b = {"is what half b gives": b}, {"is what half a gives": a}
-        judge.expect_close(found.a, a, f"half a of {text}", likely_a, hint=hint)
-        judge.expect_close(found.b, b, f"half b of {text}", likely_b, hint=hint)
+        judge.expect_close(found.a, a, f"half a of {text}", likely_a, hint=hint, **TOLERANCES)
+        judge.expect_close(found.b, b, f"half b of {text}", likely_b, hint=hint, **TOLERANCES)
 
 
 @exercise
@@ -200,9 +205,9 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
             problem = f"{tensor} of shape {(*each.shape,)}"
             judge.expect(each.shape == (most, 2), problem, (most, 2), hint)
             likely = {"holds the rows of the other half": -half}
-            wrong, hint = "does not hold its rows", "First a, then b."
-            problem = f"{tensor} that"
-            judge.expect_close(each[:held], half, problem, likely, otherwise=wrong, hint=hint)
+            how: dict[str, Any] = {"hint": "First a, then b.", "rtol": 0, "atol": 0}
+            wrong, got = "does not hold its rows", each[:held]
+            judge.expect_close(got, half, f"{tensor} that", likely, otherwise=wrong, **how)
             problem = f"{tensor} padded with something else than zeros"
             judge.expect(not each[held:].any(), problem, hint="pad_rows does it.")
     return judge.passing_verdict("both halves are sent, padded to the longest shard")
@@ -214,7 +219,7 @@ def _type_names(values: tuple[Any, ...]) -> str:
 
 @exercise
 def post_all_gather(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 5: the post-all-gather hook of TwoTensor in its own dtype, on 2 real ranks."""
+    """Exercise 5: the post-all-gather hook of TwoTensor in its own dtype, on real ranks."""
     return _judge_hook(answer, "two_tensor", ": right losses, no copy, and all memory freed")
 
 
@@ -256,14 +261,16 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
     draw = torch.Generator().manual_seed(0)
     row, matrix = torch.tensor([[3.0, -4.0, 3.0, -4.0]]), torch.randn(6, 5, generator=draw)
     for what, exact in (("one row", row), ("a matrix", matrix)):
-        off = 0.01 * torch.randn(exact.shape, generator=draw)
+        rounded = exact + 0.01 * torch.randn(exact.shape, generator=draw)
         said = f"of {what}, {judge.answer_name(answer)}"
-        found = judge.call_answer(answer, exact, exact + off, in_words=f"{said}(exact, rounded)")
+        asked = f"{said}(exact, rounded)"
+        found = judge.call_answer(answer, exact.clone(), rounded.clone(), in_words=asked)
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         # A tensor cannot hold an integer of hundreds of digits.
         is_number = issubclass(type(found), Real) and abs(found) < 1e30
         judge.expect(is_number, f"{said} gave {judge.value_text(found)}, not one number")
+        off = rounded - exact
         root, size = off.square().mean().sqrt(), exact.square().mean().sqrt()
         right, largest = root / size, off.abs().max()
         likely = {
@@ -283,9 +290,8 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
         hint = "Take the root of the mean of the squared errors; the same of the exact weights."
         wants = f"{right:.4g}"
         # Errors are small, so only a relative tolerance tells them apart.
-        judge.expect_close(
-            number, right, said, likely, otherwise=wrong, expected=wants, hint=hint, atol=0
-        )
+        how: dict[str, Any] = {"expected": wants, "hint": hint, "rtol": 1e-5, "atol": 0}
+        judge.expect_close(number, right, said, likely, otherwise=wrong, **how)
     return judge.passing_verdict("2 cases agree")
 
 
@@ -323,18 +329,21 @@ def pays_below(answer: Callable[..., float]) -> Verdict:
 def _judge_hook(hook: Callable[..., Any], what: str, passed: str) -> Verdict:
     """Train with the hook on ranks, and compare with labkit's own hook there."""
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         for dtype, found in sent.items():
             # Wrong losses come first: a hook that fails may also leave memory behind.
-            _judge_losses(found["losses"], found["right"], dtype)
+            _judge_losses(found["losses"], found["right_losses"], dtype)
             left = found["left"].values()
             growth = ", ".join(f"{size:,}" for size in itertools.accumulate(left))
             said = f"in {dtype}, memory grows with every unit: {growth} bytes"
             hint = "Which memory did the hook make, and who was told to free it?"
             judge.expect(not left, f"{said} are left after reshard", 0, hint)
+            said = f"in {dtype}, all is right, but training sends"
+            hint = "FSDP2 has gathered all that the hook needs: call no collective in it."
+            expect_traffic(found["sent"], found["right_sent"], said, hint)
 
-    judge_on_pair(hook, judge=judge_rank, what=what)
-    return judge.passing_verdict(f"trained on {RANKS} ranks{passed}")
+    _on_ranks(hook, judge=judge_rank, what=what)
+    return judge.passing_verdict(f"trained on {SIZES_TEXT} ranks{passed}")
 
 
 def _judge_losses(got: list[list[Tensor]], expected: list[list[Tensor]], dtype: str) -> None:
@@ -357,12 +366,14 @@ def _judge_codec(
     model = ranks_extensions.make_codec_model()
     exact = {name: each.detach() for name, each in model.named_parameters()}
     shapes = [tuple(weight.shape) for weight in exact.values()]
-    in_float32 = theory.step_gather_bytes(shapes, RANKS, "fp32")
     errors = []
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def share_of_float32(ranks: int, sent: dict[str, Any]) -> float:
+        return sent["sent"]["all_gather"][1] / theory.step_gather_bytes(shapes, ranks, "fp32")
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         for name, weight in exact.items():
-            found, rows = sent["weights"][name.removesuffix(".weight")], -(-len(weight) // RANKS)
+            found, rows = sent["weights"][name.removesuffix(".weight")], -(-len(weight) // ranks)
             # A mistake with scales may show in the rows of one rank alone.
             pieces = zip(found.split(rows), weight.split(rows), strict=True)
             for rank, (got, right) in enumerate(pieces):
@@ -370,12 +381,18 @@ def _judge_codec(
                 errors.append(_judge_rows(whose, got, right, weight.abs().max(), most_error))
         finite = bool(sent["loss"].isfinite())
         judge.expect(finite, "the loss is not a finite number", hint=ZERO_ROW_HINT)
-        ratio, hint = sent["sent"] / in_float32, "Count all tensors that encode returns."
-        said = f"it sends {ratio:.3f} of the bytes of float32"
-        judge.expect(ratio <= most_bytes, said, f"at most {most_bytes:g}", hint)
+        share, hint = share_of_float32(ranks, sent), "Count all tensors that encode returns."
+        said = f"it sends {share:.3f} of the bytes of float32"
+        judge.expect(share <= most_bytes, said, f"at most {most_bytes:g}", hint)
+        # Each weight is gathered in both passes, and its gradient is reduced once.
+        gathered = [2 * len(shapes), sent["sent"]["all_gather"][1]]
+        padded = ranks * sum(theory.gather_bytes(shape, ranks, "fp32") for shape in shapes)
+        usual = {"all_gather": gathered, "reduce_scatter": [len(shapes), padded]}
+        hint = "FSDP2 sends what encode returns: call no collective in either function."
+        expect_traffic(sent["sent"], usual, "all is right, but a step sends", hint)
 
-    outputs = judge_on_pair(encode, decode, judge=judge_rank, what="codec")
-    seen = f"{outputs[0]['sent'] / in_float32:.3f} of the bytes of float32"
+    outputs = _on_ranks(encode, decode, judge=judge_rank, what="codec")
+    seen = f"{share_of_float32(SIZES[0], outputs[0]):.3f} of the bytes of float32"
     off = f"no weight is off by more than {max(errors):.4f} of the largest"
     return judge.passing_verdict(f"{seen}, and {off}")
 

@@ -36,8 +36,10 @@ from labkit.course import verdict_store
 from labkit.errors import LabError
 from labkit.torch_private import tree_leaves
 
-GREY = "#5F5F5F"
-COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": GREY, "not judged": GREY}
+# JupyterLab's own colours can be read in its dark theme, too; elsewhere the second one counts.
+GREY = "var(--jp-ui-font-color2, #5F5F5F)"
+GREEN, RED = "var(--jp-success-color0, #00734F)", "var(--jp-error-color1, #B3261E)"
+COLOURS = {"passed": GREEN, "wrong": RED, "not attempted": GREY, "not judged": GREY}
 MAX_TEXT_LENGTH = 300
 EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
 # nbgrader sets it for the kernels of `autograde` and `validate`.
@@ -67,7 +69,8 @@ class Verdict:
 
     def __repr__(self) -> str:
         seen = f"{self.detail}, expected {self.expected}" if self.expected else self.detail
-        text = ". ".join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
+        end = " " if seen.endswith("?") else ". "
+        text = end.join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
         return f"{self.state}: {text}" if text else self.state
 
     def _repr_html_(self) -> str:

@@ -7,7 +7,6 @@ saves no output is unfinished, whatever its exit status.
 import json
 import linecache
 import re
-import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -21,9 +20,12 @@ from labkit.checks import judge as judging
 from labkit.checks.judge import NotJudged, WrongAnswer
 from labkit.checks.ranks import answer_program
 from labkit.checks.ranks.answer_program import EARLY_EXIT_TEXT, output_path
+from labkit.errors import LabError
 from labkit.launcher import payload_pickling
-from labkit.runs.folder import RunFolder, read_json
+from labkit.runs import private_files
+from labkit.runs.folder import RunFolder, disk_problem, explain_write_errors, read_json
 
+TEMPORARY_FIX = "make room, or set TMPDIR to a folder on another disk, and restart the kernel"
 RANK_ENDED_TEXT = "(this rank had ended"
 FRAME_PATTERN = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 THREAD_PATTERN = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
@@ -86,15 +88,18 @@ def _run_and_judge(
     name_rank: bool,
     setup: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder, content = Path(name), pack_answers(answers)
-        (folder / answer_program.ANSWERS_FILE).write_bytes(content)
-        parameters: dict[str, Any] = {"folder": name, "digest": sha256(content).hexdigest()}
+    with private_files.temporary_folder() as folder:
+        content = pack_answers(answers)
+        with explain_write_errors(folder, TEMPORARY_FIX):
+            (folder / answer_program.ANSWERS_FILE).write_bytes(content)
+        parameters: dict[str, Any] = {"folder": str(folder), "digest": sha256(content).hexdigest()}
         parameters |= {"lab": lab, "setup": json.dumps(setup)}
         program, problem = Path(answer_program.__file__), ""
         try:
             labkit.run(program, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
         except labkit.RankFailed as failure:
+            if full := disk_problem(folder, TEMPORARY_FIX):
+                raise LabError(full) from failure
             problem = _failure_reason(failure, folder, ranks, waiting, hints)
         except labkit.RunTimedOut as stopped:
             problem = _timeout_reason(stopped, answers, waiting)
@@ -164,18 +169,27 @@ def _timeout_reason(
     """Say if a rank was still in an answer or all waited; raise NotJudged for anything else."""
     codes = [answer.__code__ for answer in answers if hasattr(answer, "__code__")]
     first_lines = {(code.co_filename, code.co_name): code.co_firstlineno for code in codes}
-    after, busy = f"after {stopped.timeout_s:g} s rank", -1
+    after, busy, where_waiting = f"after {stopped.timeout_s:g} s rank", -1, ""
     for index, stack in sorted(stopped.stacks.items()):
+        for file, line, name in FRAME_PATTERN.findall(stack):
+            if (file, name) in first_lines and not where_waiting:
+                place, text = _line_in_function(file, int(line), first_lines[file, name])
+                where_waiting = f", rank {index} in line {place} of {name}, `{text}`"
         file, line, name, text = _innermost_frame(stack, first_lines)
         if (file, name) in first_lines:
-            where = f"line {line - first_lines[file, name] + 1} of {name}, `{text}`"
+            place, text = _line_in_function(file, line, first_lines[file, name])
+            where = f"line {place} of {name}, `{text}`"
             return f"{after} {index} was still in {where}: when does its loop end?"
         if not file and not stack.startswith(RANK_ENDED_TEXT):
             busy = index
     if busy >= 0:
         where = "was outside your function and waited for no other rank"
         raise NotJudged(f"{after} {busy} {where}: this machine is busy; run the check again")
-    return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
+    return f"the ranks waited for each other for {stopped.timeout_s:g} s{where_waiting}: {waiting}"
+
+
+def _line_in_function(file: str, line: int, first_line: int) -> tuple[int, str]:
+    return line - first_line + 1, linecache.getline(file, line).strip()
 
 
 def _innermost_frame(stack: str, own: Container[tuple[str, str]]) -> tuple[str, int, str, str]:

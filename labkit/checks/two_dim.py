@@ -1,6 +1,5 @@
 """Checks of lab 5, tensor parallelism and two mesh axes."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,10 +15,15 @@ from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import two_dim as ranks_two_dim
-from labkit.checks.ranks.two_dim import DATA, TP, rank_tensors
+from labkit.checks.ranks.two_dim import MESH_SHAPES, rank_tensors
+from labkit.checks.traffic import Totals, expect_traffic, traffic_text
 from labkit.theory import two_dim as theory
 
-RANKS = DATA * TP
+MESHES_TEXT = " and ".join(f"{data} x {tp}" for data, tp in MESH_SHAPES.values())
+# Of what a rank and one device calculate in another order.
+TOLERANCES: dict[str, Any] = {"rtol": 1e-5, "atol": 3e-7}
+# Features of all tokens of a rank's samples.
+ACTIVATION_BYTES = 4 * ranks_two_dim.BATCH * ranks_two_dim.TOKENS * ranks_two_dim.DIM
 SUM = "the sum over its group"
 # What an autograd.Function returns in each pass, and a hint.
 FUNCTION_RULES = {
@@ -42,9 +46,9 @@ ERROR_HINTS = {
     "non-static forward": "forward and backward are static: write @staticmethod above each",
     "modified by an inplace": "a tensor that autograd needs was changed in place: clone it first",
 }
-judge_on_mesh = partial(judge_on_ranks, "two_dim", ranks=RANKS)
+_on_meshes = partial(judge_on_ranks, "two_dim", sizes=tuple(MESH_SHAPES))
 GROUP_WAIT_HINT = "does every rank of the group call the same all-reduces, in the same order?"
-judge_on_groups = partial(judge_on_mesh, waiting=GROUP_WAIT_HINT, hints=ERROR_HINTS)
+_on_groups = partial(_on_meshes, waiting=GROUP_WAIT_HINT, hints=ERROR_HINTS)
 CUT_HINTS = {
     "column": "The first layer is cut by rows of its weight, dim 0, and its bias with it.",
     "row": "The second layer is cut by columns of its weight, dim 1; its bias stays whole.",
@@ -75,9 +79,8 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
         shapes = f"with x {[*x.shape]} and first {[*first.shape]},"
         asked = f"{judge.answer_name(answer)}(x, first, second, ranks={ranks}), {shapes}"
         found = judge.call_answer(answer, x, first, second, ranks, in_words=asked)
-        is_list = isinstance(found, list | tuple) and all(
-            isinstance(each, Tensor) for each in found
-        )
+        # A list of another class may raise whatever is done with it.
+        is_list = type(found) in (list, tuple) and all(isinstance(each, Tensor) for each in found)
         said = f"{asked} gave {type(found).__name__}, not a list of tensors"
         judge.expect(is_list, said, hint="Does every path return?")
         said = f"{asked} gave {len(found)} tensors"
@@ -98,11 +101,12 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
         }
         wrong, hint = "parts whose sum is not the result", "Cut first along dim 0, second along 1."
         # Any split of the features adds up, and so does the result divided by the ranks.
-        if judge.is_tensor_close(given.sum(0), whole[0], atol=1e-4):
+        if judge.is_tensor_close(given.sum(0), whole[0], atol=2e-6):
             wrong = "parts that add up, but rank 0's is not what the first features give"
             hint = "Cut in order, evenly."
         said = f"{asked} gave"
-        judge.expect_close(given, right, said, likely, otherwise=wrong, hint=hint, atol=1e-4)
+        how: dict[str, Any] = {"hint": hint, "rtol": 1e-5, "atol": 2e-6}
+        judge.expect_close(given, right, said, likely, otherwise=wrong, **how)
     passed = "each rank computes with its own features alone"
     return judge.passing_verdict(f"{passed}, and the parts add up to one device's result")
 
@@ -131,18 +135,18 @@ def tp_bytes(answer: Callable[..., int]) -> Verdict:
 @exercise
 def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
     """Exercise 3: forward x, backward the sum over a group; from (x, group)."""
-    how = "as it is forward, summed over the group backward"
-    return _judge_function(answer, "copy", timeout_s, how)
+    in_words = "as it is forward, summed over the group backward"
+    return _judge_function(answer, "copy", timeout_s, in_words)
 
 
 @exercise
 def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
     """Exercise 4: forward the sum over a group, backward the gradient; from (part, group)."""
-    how = "summed over the group forward, as it is backward"
-    return _judge_function(answer, "sum", timeout_s, how)
+    in_words = "summed over the group forward, as it is backward"
+    return _judge_function(answer, "sum", timeout_s, in_words)
 
 
-def _judge_function(answer: Any, what: str, timeout_s: float, how: str) -> Verdict:
+def _judge_function(answer: Any, what: str, timeout_s: float, in_words: str) -> Verdict:
     """Compare what an autograd.Function returns in both passes, as ``FUNCTION_RULES`` say."""
     is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
     said = f"{judge.value_text(answer)} is no torch.autograd.Function"
@@ -151,44 +155,48 @@ def _judge_function(answer: Any, what: str, timeout_s: float, how: str) -> Verdi
     if not {"forward", "backward"} & vars(answer).keys():
         raise judge.NotAttempted
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         judge.expect_tensor(sent["got"], rank_tensors(index)[0])
         missing = "The first value that backward returns is the gradient."
         judge.expect(sent["grad"] is not None, "x got no gradient", hint=missing)
-        start = index - index % TP
+        _, tp = MESH_SHAPES[ranks]
+        start = index - index % tp
         for number, (when, rule, hint) in enumerate(FUNCTION_RULES[what]):
-            every = torch.stack([rank_tensors(rank)[number] for rank in range(RANKS)])
-            own, group = every[index], every[start : start + TP].sum(0)
+            every = torch.stack([rank_tensors(rank)[number] for rank in range(ranks)])
+            own, group = every[index], every[start : start + tp].sum(0)
             likely = {
                 "its own tensor": own,
                 SUM: group,
-                "the mean over its group": group / TP,
-                f"the sum over all {RANKS} ranks": every.sum(0),
-                "the sum, added up once more": TP * group,
+                "the mean over its group": group / tp,
+                f"the sum over all {ranks} ranks": every.sum(0),
+                "the sum, added up once more": tp * group,
+                "the mean over its group, times 2": 2 * group / tp,
             }
             got, given = PASS_TENSORS[when]
             right, other = group if rule == SUM else own, "something else"
             said = f"{when} returned"
-            judge.expect_close(
-                sent[got], right, said, likely, otherwise=other, expected=rule, hint=hint
-            )
+            how: dict[str, Any] = {"expected": rule, "hint": hint}
+            judge.expect_close(sent[got], right, said, likely, other, **how, **TOLERANCES)
             said = f"{when} changed the tensor that it was given"
             hint = "It may be used elsewhere: clone it, then all-reduce the clone."
             judge.expect(judge.is_tensor_close(sent[given], own), said, hint=hint)
+            said, hint = f"{when} returned the right numbers, but sends", "A sum is one all-reduce."
+            usual = {"tp/all_reduce": [1, own.nbytes]} if rule == SUM else {}
+            expect_traffic(sent["sent"][when], usual, said, hint)
 
-    judge_on_groups(answer, judge=judge_rank, timeout_s=timeout_s, name_rank=True, what=what)
-    return judge.passing_verdict(f"{how}, on {DATA} x {TP} ranks")
+    _on_groups(answer, judge=judge_rank, timeout_s=timeout_s, name_rank=True, what=what)
+    return judge.passing_verdict(f"{in_words}, on {MESHES_TEXT} ranks")
 
 
 @exercise
 def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 5: a rank's share of the first layer, from (layer, group), on 2 x 2 real ranks."""
+    """Exercise 5: a rank's share of the first layer, from (layer, group), on real ranks."""
     return _judge_layer(answer, "column", timeout_s, "one all-reduce backward, none forward")
 
 
 @exercise
 def row_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 6: a rank's share of the second layer, from (layer, group), on 2 x 2 real ranks."""
+    """Exercise 6: a rank's share of the second layer, from (layer, group), on real ranks."""
     return _judge_layer(answer, "row", timeout_s, "one all-reduce forward, none backward")
 
 
@@ -198,30 +206,32 @@ def _judge_layer(answer: Any, which: str, timeout_s: float, passed: str) -> Verd
     if isinstance(answer, type) and not {"__init__", "forward"} & vars(answer).keys():
         raise judge.NotAttempted
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         where, right = f"on rank {index},", sent["right"]
+        _, tp = MESH_SHAPES[ranks]
         # A wrong share on one rank makes the results of others wrong, so all are judged first.
         for rank, held in enumerate(sent["parameters"]):
-            _judge_parameters(held, right["parameters"], which, rank)
+            _judge_parameters(held, right["parameters"], which, rank, tp)
         if "error" in sent:
             said = f"{where} forward raised {sent['error']}"
             raise judge.WrongAnswer(said, hint=CUT_HINTS[which])
-        _judge_passes(where, sent, right, right["parameters"][index])
+        _judge_passes(where, sent, right, right["parameters"][index], tp)
         hint = "The output's gradient must reach the product. Add the bias last, on every rank."
         _judge_gradients(sent["gradients"], right["gradients"], hint, where=f"{where} ")
         for when in ("forward", "backward"):
-            said = f"the numbers are right, but rank {index} makes {sent[when]} calls"
-            hint = "A layer of the pair needs one, in one direction."
-            is_right = sent[when] == right[when]
-            judge.expect(is_right, f"{said} in the {when} pass", right[when], hint)
+            said = f"the numbers are right, but in the {when} pass rank {index} sends"
+            hint = "A layer of the pair needs one all-reduce, in one direction."
+            expect_traffic(sent[when], right[when], said, hint)
 
-    judge_on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what=which)
+    _on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what=which)
     return judge.passing_verdict(
-        f"output and gradients are the whole layer's on {DATA} x {TP} ranks, with {passed}"
+        f"output and gradients are the whole layer's on {MESHES_TEXT} ranks, with {passed}"
     )
 
 
-def _judge_parameters(held: Any, shares: list[dict[str, Tensor]], which: str, index: int) -> None:
+def _judge_parameters(
+    held: Any, shares: list[dict[str, Tensor]], which: str, index: int, tp: int
+) -> None:
     """Expect a rank's share of weight and bias, and nothing else; text names another type."""
     where = f"on rank {index},"
     said = f"{where} what you made is a {held}, no nn.Module"
@@ -234,15 +244,17 @@ def _judge_parameters(held: Any, shares: list[dict[str, Tensor]], which: str, in
         judge.expect([*held[name].shape] == shape, said, shape, CUT_HINTS[which])
         likely = {
             f"the share of place {place} in the group": share[name]
-            for place, share in enumerate(shares[:TP])
+            for place, share in enumerate(shares[:tp])
         }
         got, said, other = held[name], f"{where} the {name} is", "no share of the layer's"
-        hint, wants = "Take part dist.get_rank(group), its place there.", f"place {index % TP}"
-        judge.expect_close(got, right, said, likely, otherwise=other, expected=wants, hint=hint)
+        hint, wants = "Take part dist.get_rank(group), its place there.", f"place {index % tp}"
+        # A share is a copy.
+        how: dict[str, Any] = {"expected": wants, "hint": hint, "rtol": 0, "atol": 0}
+        judge.expect_close(got, right, said, likely, otherwise=other, **how)
 
 
 def _judge_passes(
-    where: str, sent: dict[str, Any], right: dict[str, Any], share: dict[str, Tensor]
+    where: str, sent: dict[str, Any], right: dict[str, Any], share: dict[str, Tensor], tp: int
 ) -> None:
     """Expect the output of a layer, and the gradient of its input."""
     got, output, bias = sent["output"], right["output"], share["bias"]
@@ -256,14 +268,18 @@ def _judge_passes(
     part, alone = right["given"] @ share["weight"].T, "is this rank's part alone"
     twice = "Add the bias after the sum: every rank adds it."
     likely = {
-        f"has the bias {TP} times": (output + (TP - 1) * bias, twice),
+        f"has the bias {times} times": (output + (times - 1) * bias, twice)
+        for times in range(2, tp + 1)
+    } | {
         "has no bias": (output - bias, "Add it once, after any sum."),
         alone: (part + bias, "Sum the parts over the group."),
         f"{alone}, without bias": (part, "Sum over the group, then add the bias."),
     }
     hint = "Multiply; if row-parallel, sum over the group; add the bias."
     wrong = "is not the layer's"
-    judge.expect_close(got, output, f"{where} the output", likely, otherwise=wrong, hint=hint)
+    said = f"{where} the output"
+    judge.expect(got.dtype == output.dtype, f"{said} is {got.dtype}", output.dtype)
+    judge.expect_close(got, output, said, likely, otherwise=wrong, hint=hint, **TOLERANCES)
     got, gradient = sent["grad"], right["grad"]
     hint = "Compute with x itself: no detach(), no .data."
     judge.expect(got is not None, f"{where} the input got no gradient", hint=hint)
@@ -271,12 +287,12 @@ def _judge_passes(
     times = "Something is summed that every rank has whole already."
     adds = "Every rank used all of x: their gradients add up."
     likely = {
-        f"is {TP} times the layer's": (TP * gradient, times),
+        f"is {tp} times the layer's": (tp * gradient, times),
         "is this rank's share alone": (share_alone, adds),
     }
     said = f"{where} the gradient of the input"
     hint = "Column-parallel: copy_to_ranks before the product. Row-parallel: nothing before it."
-    judge.expect_close(got, gradient, said, likely, otherwise=wrong, hint=hint)
+    judge.expect_close(got, gradient, said, likely, otherwise=wrong, hint=hint, **TOLERANCES)
 
 
 @exercise
@@ -324,23 +340,32 @@ def message_share(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def block_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 9: a plan for ``Block``, attention and gated MLP, on 2 x 2 real ranks."""
+    """Exercise 9: a plan for ``Block``, attention and gated MLP, on real ranks."""
     passed = "every matrix shared out, four all-reduces along tp"
-    return _judge_plan(answer, "block", timeout_s, passed, most_sent=4)
+
+    def enough(tp: int) -> tuple[int, int]:
+        return 4, 4 * ACTIVATION_BYTES
+
+    return _judge_plan(answer, "block", timeout_s, passed, enough)
 
 
 @exercise
 def words_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 10: a plan for ``Words``, an embedding and the last layer, on 2 x 2 real ranks."""
+    """Exercise 10: a plan for ``Words``, an embedding and the last layer, on real ranks."""
     passed = "output and gradients, and both tables shared out"
     return _judge_plan(answer, "words", timeout_s, passed)
 
 
 @exercise
 def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 11: a plan for ``MLPStack`` that shards the sequence between the MLPs, on 2 x 2."""
+    """Exercise 11: a plan for ``MLPStack`` that shards the sequence between the MLPs."""
     passed = "output and gradients, every matrix and the sequence shared out"
-    return _judge_plan(answer, "stack", timeout_s, passed)
+
+    # Eight sums of five all-reduces become a reduce-scatter and an all-gather of a rank's tokens.
+    def enough(tp: int) -> tuple[int, int]:
+        return 9, 5 * ACTIVATION_BYTES + 4 * ACTIVATION_BYTES // tp
+
+    return _judge_plan(answer, "stack", timeout_s, passed, enough)
 
 
 def _judge_plan(
@@ -348,19 +373,16 @@ def _judge_plan(
     model: str,
     timeout_s: float,
     passed: str,
-    most_sent: float = math.inf,
+    most_sent: Callable[[int], tuple[int, int]] | None = None,
 ) -> Verdict:
-    """Train with the plan on ranks and on one device, and compare: the output first."""
-    reference = ranks_two_dim.make_exercise_model(model)
-    lines = [reference.get_input(ranks_two_dim.CPU, seed) for seed in range(DATA)]
-    # Ranks along data share the mean loss, so one device takes all their samples.
-    outputs = [reference(*line) for line in lines]
-    for line, output in zip(lines, outputs, strict=True):
-        (reference.get_loss(line, output) / DATA).backward()
-    named = reference.named_parameters()
-    expected = {name: each.grad for name, each in named if each.grad is not None}
+    """Train with the plan on ranks and on one device, and compare: the output first.
 
-    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+    ``most_sent`` returns the calls and bytes along ``tp`` that are enough for that many ranks.
+    """
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        data, tp = MESH_SHAPES[ranks]
+        outputs, gradients = _one_device_step(model, data)
         # A wrong layout often stops the backward pass; the output shows the mistake more plainly.
         if "output" in sent:
             _judge_plan_output(sent["output"], outputs[sent["data"]])
@@ -368,17 +390,30 @@ def _judge_plan(
             said = f"the model does not run with this plan: {_stop_place(sent)}"
             raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
         hint = "A layout in the plan says something about a tensor that is not so."
-        _judge_gradients(sent["gradients"], expected, hint)
-        _judge_plan_memory(sent["held"], expected)
-        _judge_plan_traffic(sent["sent"], most_sent)
+        _judge_gradients(sent["gradients"], gradients, hint)
+        _judge_plan_memory(sent["held"], gradients)
         # The stack's exercise is about the sequence between its MLPs.
         if model == "stack":
-            _judge_sequence(sent["between"]["layers.0"][1])
+            _judge_sequence(sent["between"]["layers.0"][1], tp)
+        if most_sent:
+            _judge_plan_traffic(sent["sent"], *most_sent(tp))
 
     # Ranks with different plans wait for each other.
     waiting = "is the plan the same on all of them?"
-    judge_on_mesh(answer, judge=judge_rank, timeout_s=timeout_s, waiting=waiting, what=model)
-    return judge.passing_verdict(f"equal to one device on {DATA} x {TP} ranks, {passed}")
+    _on_meshes(answer, judge=judge_rank, timeout_s=timeout_s, waiting=waiting, what=model)
+    return judge.passing_verdict(f"equal to one device on {MESHES_TEXT} ranks, {passed}")
+
+
+def _one_device_step(model: str, data: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return one device's outputs for each of ``data`` lines of ranks, and its gradients."""
+    reference = ranks_two_dim.make_exercise_model(model)
+    lines = [reference.get_input(ranks_two_dim.CPU, seed) for seed in range(data)]
+    # Ranks along data share the mean loss, so one device takes all their samples.
+    outputs = [reference(*line) for line in lines]
+    for line, output in zip(lines, outputs, strict=True):
+        (reference.get_loss(line, output) / data).backward()
+    named = reference.named_parameters()
+    return outputs, {name: each.grad for name, each in named if each.grad is not None}
 
 
 def _judge_plan_output(output: Tensor, right: Tensor) -> None:
@@ -387,7 +422,7 @@ def _judge_plan_output(output: Tensor, right: Tensor) -> None:
     judge.expect(output.shape == right.shape, said, shape, hint)
     wrong = "is not one device's, and nothing has raised an error"
     hint = "Is every part added up before it is used as the whole?"
-    judge.expect_close(output, right, "the output", {}, otherwise=wrong, hint=hint)
+    judge.expect_close(output, right, "the output", {}, wrong, hint=hint, **TOLERANCES)
 
 
 def _judge_plan_memory(held: Mapping[str, int], gradients: Mapping[str, Tensor]) -> None:
@@ -399,20 +434,22 @@ def _judge_plan_memory(held: Mapping[str, int], gradients: Mapping[str, Tensor])
         raise judge.WrongAnswer(said, hint=hint)
 
 
-def _judge_plan_traffic(calls: Mapping[str, int], most_sent: float) -> None:
-    if sum(calls.values()) > most_sent:
-        seen = ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
-        said = f"the result is right, but a step sends more than it needs to along tp: {seen}"
-        hint = "Between the two layers of a pair nothing need be gathered."
-        raise judge.WrongAnswer(said, expected=f"at most {most_sent} all-reduces", hint=hint)
+def _judge_plan_traffic(sent: Totals, most_calls: int, most_bytes: int) -> None:
+    # FSDP's own are along data.
+    along = {name: each for name, each in sent.items() if not name.startswith("data/")}
+    calls, size = (sum(column) for column in zip((0, 0), *along.values(), strict=True))
+    said = f"the result is right, but a step sends more than it needs to: {traffic_text(along)}"
+    hint = "Between the two layers of a pair nothing need be gathered."
+    wants = f"at most {most_calls} calls with {most_bytes:,} bytes along tp"
+    judge.expect(calls <= most_calls and size <= most_bytes, said, wants, hint)
 
 
-def _judge_sequence(tokens_between: int) -> None:
+def _judge_sequence(tokens_between: int, tp: int) -> None:
     tokens = ranks_two_dim.TOKENS
     if tokens_between == tokens:
         said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
         hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
-        raise judge.WrongAnswer(said, expected=str(tokens // TP), hint=hint)
+        raise judge.WrongAnswer(said, expected=str(tokens // tp), hint=hint)
 
 
 def _stop_place(sent: Mapping[str, Any]) -> str:
@@ -450,7 +487,7 @@ def _gradient_difference(got: Tensor | None, expected: Tensor) -> str:
         return "is missing"
     if got.shape != expected.shape:
         return f"has shape {[*got.shape]}, not {[*expected.shape]}"
-    if judge.is_tensor_close(got, expected, rtol=1e-4, atol=1e-6):
+    if judge.is_tensor_close(got, expected, **TOLERANCES):
         return ""
     # The factor that fits best; it is the mistake if nothing is left over.
     ratio = (got * expected).sum() / expected.square().sum()

@@ -8,5 +8,6 @@
 | jupyter.py       | JupyterLab on ``my/`` alone                                            |
 | verdict_store.py | the verdict of every check, kept beside the copies                     |
 | exports.py       | one file for a teacher, and many such files as one table               |
+| judging.py       | notebooks executed for a command's exit status                         |
 | commands.py      | the command line                                                       |
 """

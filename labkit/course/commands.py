@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
+from labkit.course import copies, exports, judging, jupyter, lab_catalog, verdict_store
+from labkit.errors import LabError, ParameterError
 
 FILE = tyro.conf.arg(metavar="PROGRESS_FILE")
+NOTEBOOK = tyro.conf.arg(metavar="NOTEBOOK")
 LAB = tyro.conf.arg(metavar="LAB", help="The lab: its number, or the notebook's name.")
 LabName = Annotated[tyro.conf.Positional[str], LAB]
 HERE = tyro.conf.arg(help="Where the copies are; by default my/.")
@@ -42,7 +44,7 @@ def start_lab(
 
 
 def reset_lab(name: LabName, /, folder: CopiesFolder = None) -> None:
-    """Begin a lab again with a fresh copy; the earlier one stays beside it, named with the time."""
+    """Begin a lab again with a fresh copy; the earlier one is kept in my/earlier/."""
     place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
     kept = copies.reset_copy(wanted, place)
     print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
@@ -75,11 +77,12 @@ def export_progress(
     """
     known = _load_verdicts(folder)
     whose = (name if name is not None else _ask_name()).strip()
-    # A name may hold spaces and slashes, its file's name may not.
-    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)
+    # A name may hold spaces and slashes, and be long; its file's name may not.
+    plain = "".join(letter if letter.isalnum() else "_" for letter in whose)[:100]
     path = file or Path(f"labkit-{plain}.json")
     exports.write_export(path, whose, known)
-    print(f"wrote {path}, of {whose}")
+    passed = sum(each.state == "passed" for lab in known.values() for each in lab.values())
+    print(f"wrote {path}, of {whose}; exercises passed: {passed}")
 
 
 def _ask_name() -> str:
@@ -106,6 +109,8 @@ def collect_exports(
         csv: Where to write the table for a spreadsheet.
         html: Where to write it as a page.
     """
+    if not files:
+        raise ParameterError("no file is given: name those that `export` wrote, such as *.json")
     found, problems = exports.newest_exports(files)
     frame = exports.progress_frame(found)
     if csv:
@@ -114,9 +119,31 @@ def collect_exports(
         exports.write_html(frame, html)
     written = " and ".join(str(path) for path in (csv, html) if path)
     print(f"{len(found)} of {len(files)} files{' in ' if written else ''}{written}")
-    if not written:
+    if found and not written:
         print(frame["passed"].to_string())
     return _print_problems(problems)
+
+
+def judge_notebooks(
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], NOTEBOOK],
+    /,
+    cell_timeout_s: float = 300,
+) -> int:
+    """Execute notebooks in fresh kernels; status 1 unless every exercise passes. No file changes.
+
+    Args:
+        files: Copies of labs, such as my/02_fsdp_wrapping.ipynb.
+        cell_timeout_s: Seconds that one cell may take.
+    """
+    if not files:
+        raise ParameterError("no notebook is given: name copies of labs, such as my/*.ipynb")
+    all_pass = True
+    for path in files:
+        print(f"executes {path}, which starts ranks", file=sys.stderr, flush=True)
+        judgement = judging.judge_notebook(path, cell_timeout_s)
+        print(f"{path}: {judgement}", flush=True)
+        all_pass = all_pass and judgement.ok
+    return 0 if all_pass else 1
 
 
 def _print_problems(problems: list[str]) -> int:
@@ -131,7 +158,12 @@ def _copies_folder(named: Path | None) -> Path:
 
 
 def _load_verdicts(folder: Path | None) -> verdict_store.Verdicts:
-    return verdict_store.read_verdicts(_copies_folder(folder) / verdict_store.PROGRESS_FILE)
+    place = _copies_folder(folder)
+    path = place / verdict_store.PROGRESS_FILE
+    if not (copies.has_copies(place) or path.exists()):
+        fix = "go to the folder that holds my/, or name yours with --folder"
+        raise LabError(f"{place} holds no copies of the labs: {fix}")
+    return verdict_store.read_verdicts(path)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -141,4 +173,5 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "progress": show_progress,
     "export": export_progress,
     "collect": collect_exports,
+    "judge": judge_notebooks,
 }

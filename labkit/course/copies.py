@@ -3,7 +3,7 @@
 | file                               | holds                                                   |
 |------------------------------------|---------------------------------------------------------|
 | my/NN_topic.ipynb                  | the copy                                                |
-| my/NN_topic.TIME.ipynb             | an earlier copy, from before a reset                    |
+| my/earlier/TIME_NN_topic.ipynb     | an earlier copy, from before a reset                    |
 | my/progress.json                   | what the checks said, see verdict_store.py              |
 | my/.labkit/pristine/NN_topic.ipynb | the notebook from which the copy was made               |
 | my/.labkit/earlier/                | copies from before the last update of each              |
@@ -40,6 +40,11 @@ def _pristine_path(folder: Path, lab: Lab) -> Path:
     return folder / LABKIT_FOLDER_NAME / "pristine" / lab.path.name
 
 
+def has_copies(folder: Path) -> bool:
+    """Return whether this is a folder of copies."""
+    return (folder / LABKIT_FOLDER_NAME / "pristine").is_dir()
+
+
 def make_copies(folder: Path) -> list[Lab]:
     """Make a copy of every lab that has none, and return these labs."""
     missing = [lab for lab in lab_catalog.all_labs() if not (folder / lab.path.name).exists()]
@@ -60,12 +65,15 @@ def reset_copy(lab: Lab, folder: Path) -> Path | None:
     return kept
 
 
-# Two resets in a second must not overwrite each other's copy.
+# JupyterLab cuts long names at their end, so the time comes first.
 def _free_backup_path(folder: Path, lab: Lab) -> Path:
-    stem = f"{lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    path, number = folder / f"{stem}.ipynb", 2
+    earlier = folder / "earlier"
+    earlier.mkdir(exist_ok=True)
+    now, number = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}", 2
+    path = earlier / f"{now}_{lab.name}.ipynb"
+    # Two resets in a second must not overwrite each other's copy.
     while path.exists():
-        path, number = folder / f"{stem}_{number}.ipynb", number + 1
+        path, number = earlier / f"{now}_{number}_{lab.name}.ipynb", number + 1
     return path
 
 
@@ -106,9 +114,9 @@ def _update_copy(folder: Path, lab: Lab) -> str:
 
     copy, pristine = folder / lab.path.name, _pristine_path(folder, lab)
     if not pristine.exists():
-        fix = f"keep it beside and begin again: python -m labkit reset {lab.name}"
+        fix = f"begin again, which keeps it: python -m labkit reset {lab.name}"
         raise LabError(f"It is unknown what {copy} was made from; {fix}")
-    base, new, mine = map(_read_notebook, (pristine, lab.path, copy))
+    base, new, mine = map(read_notebook, (pristine, lab.path, copy))
     if base == new:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
@@ -125,13 +133,17 @@ def _update_copy(folder: Path, lab: Lab) -> str:
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
 
 
-def _read_notebook(path: Path) -> Any:
+def read_notebook(path: Path) -> Any:
+    """Read a copy; raise LabError if it is no notebook."""
     import nbformat
 
     try:
-        return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        # JSON may hold half a character, which could not be written again.
+        nbformat.writes(notebook).encode()
+        return notebook
     # A half-written file can raise anything, besides nbformat's own errors.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
-        fix = f"mend it, or keep it beside and begin again: python -m labkit reset {path.stem}"
+        fix = f"mend it, or begin again, which keeps it: python -m labkit reset {path.stem}"
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None

@@ -1,6 +1,8 @@
 """One file with a learner's verdicts for a teacher, and many such files as one table."""
 
 import datetime
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,7 +40,7 @@ def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> Non
     if not name.strip():
         rule = "the file needs a name, so that a teacher knows whose it is"
         raise LabError(f"{rule}: give it with --name")
-    if path.exists():
+    if os.path.exists(path):
         # Only another export may be overwritten; anything else raises here.
         read_export(path)
     # In a checkout on the path labkit may not be installed, and then has no version.
@@ -57,7 +59,7 @@ def write_export(path: Path, name: str, verdicts: verdict_store.Verdicts) -> Non
 def read_export(path: Path) -> Export:
     """Read a learner's file; raise LabError if it is unreadable, or not an export."""
     # read_json takes a file that does not exist for an empty one.
-    if not path.exists():
+    if not os.path.exists(path):
         raise LabError(f"{path}: cannot be read, there is no such file")
     content = read_json(path, EXPORT_FIX)
     if content.get("kind") != EXPORT_KIND:
@@ -65,6 +67,11 @@ def read_export(path: Path) -> Export:
     name, when, version = (str(content.get(field) or "") for field in ("name", "when", "labkit"))
     if not (name and version and _parse_time(when)):
         raise LabError(f"{path}: broken, its name, version or time is missing. {EXPORT_FIX}")
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    # JSON may hold half a character, which no table can.
+    except UnicodeEncodeError as error:
+        raise LabError(f"{path}: broken ({error.reason}). {EXPORT_FIX}") from None
     verdicts = verdict_store.verdicts_from_json(content, path)
     return Export(name, when, version, verdicts, path)
 
@@ -72,7 +79,8 @@ def read_export(path: Path) -> Export:
 def _parse_time(text: str) -> datetime.datetime | None:
     try:
         return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
-    except ValueError:
+    # UTC has no moment before the year 1 or after 9999.
+    except (ValueError, OverflowError):
         return None
 
 

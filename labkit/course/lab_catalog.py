@@ -45,10 +45,11 @@ def _load_labs(folder: Path) -> tuple[Lab, ...]:
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
         raise LabError(f"no labs in {folder}: {FIX}")
-    return tuple(map(_read_lab, paths))
+    return tuple(map(read_lab, paths))
 
 
-def _read_lab(path: Path) -> Lab:
+def read_lab(path: Path) -> Lab:
+    """Read a learner's notebook; raise LabError if it is none."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         cells = [cell["metadata"] for cell in notebook["cells"]]

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import RankFailed, RunTimedOut, shorten
+from labkit.hidden_modules import ranks_hiding_files
 from labkit.launcher import process
 from labkit.launcher.resource_limits import shortage_fix
 from labkit.runs.folder import RunFolder, disk_problem, read_json
 
 LOG_TAIL_LINES = 30
+# What Python raises where a file hides a module from an import.
+IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "AttributeError")
 TORCHRUN = -1  # in place of a rank
 MAX_OUTPUT_LINES = 100_000
 SIGNAL_MEANINGS = {
@@ -92,6 +95,8 @@ def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
     rank, kind, message = error["rank"], error["exc_type"], error["message"]
     fix = shortage_fix(f"{kind}: {message}")
+    if kind in IMPORT_ERRORS and (hiding := ranks_hiding_files()):
+        fix += f"\n{hiding}"
     return RankFailed(rank, kind, message + remark + fix, error["traceback"], folder.log(rank))
 
 
@@ -108,5 +113,7 @@ def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFaile
         silent = "the rank left without an exception"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     fix = shortage_fix(read_tail(log) + stack)
+    if any(f"{kind}:" in stack for kind in IMPORT_ERRORS) and (hiding := ranks_hiding_files()):
+        fix += f"\n{hiding}"
     message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + fix
     return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

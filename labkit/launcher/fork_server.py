@@ -48,6 +48,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     os.register_at_fork(after_in_child=control.close)
     path = list(sys.path)
+    torchrun.hide_gpus()
     for name in (*MODULES_TO_PRELOAD, *list_program_modules()):
         pause_when_asked(control)
         # A broken module is reported by the ranks that import it.

@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -36,6 +36,7 @@ CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"
 CELL_FRAME_PATTERN = re.compile(rf'File "{CELL_NAME}", line (\d+)')
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 @magics_class
@@ -46,7 +47,7 @@ class TorchrunMagics(Magics):
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
     @argument("--timeout", type=float, default=60, help="limit in seconds; 60 by default")
     @argument("--name", default="", help="the notebook's name for the RunResult, or the failure")
-    @argument("--device", default="auto", help="auto, cpu or cuda")
+    @argument("--device", help="auto, cpu or cuda; by default what LABKIT_DEVICE says")
     @argument("--fails", action="store_true", help="the cell is meant to fail: show how, go on")
     @argument("--use", default="", help="names of the notebook, with commas; modules come anyway")
     @cell_magic
@@ -70,6 +71,8 @@ class TorchrunMagics(Magics):
             show_values(result)
         except ParameterError as refused:
             raise replace_traceback(refused, str(refused)) from None
+        except KeyboardInterrupt as stopped:
+            raise replace_traceback(stopped, interrupt_text(stopped, text)) from None
         except (RankFailed, RunTimedOut) as error:
             outcome, log = error, ""
             if isinstance(error, RankFailed):
@@ -170,14 +173,26 @@ def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> st
 def timeout_text(late: RunTimedOut, text: str) -> str:
     """Return the line of the cell in which every rank was at the time limit."""
     first = f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"
+    return f"{first}\n{places_text(late.stacks, text)}"
+
+
+def interrupt_text(stopped: KeyboardInterrupt, text: str) -> str:
+    """Return the line of the cell in which every rank was when the reader stopped the cell."""
+    if not (stacks := getattr(stopped, "stacks", {})):
+        return "stopped before a rank ran"
+    return f"stopped, and no rank is left. Where each rank was:\n{places_text(stacks, text)}"
+
+
+def places_text(stacks: Mapping[int, str], text: str) -> str:
+    """Return the marked line of the cell that each stack was at, once for ranks that share it."""
     places = {}
-    for rank, stack in sorted(late.stacks.items()):
+    for rank, stack in sorted(stacks.items()):
         places[rank] = f"not in the cell: {stack.strip()}"
         for thread in stack.split("\n\n"):
             # The innermost line comes first in a thread, and the main thread last of all.
             if numbers := CELL_FRAME_PATTERN.findall(thread):
                 places[rank] = mark_line(text, int(numbers[0]))
-    return "\n".join([first, *(f"{who}:\n{place}" for who, place in group_by_text(places))])
+    return "\n".join(f"{who}:\n{place}" for who, place in group_by_text(places))
 
 
 def mark_line(text: str, number: int) -> str:
@@ -189,8 +204,8 @@ def mark_line(text: str, number: int) -> str:
     return "\n".join(lines[max(1, number - CONTEXT_LINES - 1) : number + CONTEXT_LINES])
 
 
-def replace_traceback(error: LabError, text: str) -> LabError:
+def replace_traceback(error: AnyError, text: str) -> AnyError:
     """Return the same error, which IPython then shows as this text instead of labkit's frames."""
     error.args = (text,)
-    error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+    error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
     return error

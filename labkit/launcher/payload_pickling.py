@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
-
 from labkit.errors import ParameterError, shorten
 
 
@@ -24,6 +22,9 @@ class PayloadError(ParameterError):
 
 def pack_payload(given: Mapping[str, Any]) -> bytes:
     """Pack values and functions for ``payload.unpack_payload``, or raise PayloadError."""
+    # Here, because a run that sends no function needs no cloudpickle.
+    import cloudpickle
+
     file = io.BytesIO()
     here = os.getcwd()
     pickle.dump({"path": [path or here for path in sys.path], "sources": _cell_sources()}, file)
@@ -48,6 +49,8 @@ def pack_payload(given: Mapping[str, Any]) -> bytes:
 
 
 def _is_picklable(value: Any) -> bool:
+    import cloudpickle
+
     with contextlib.suppress(Exception):
         return bool(cloudpickle.dumps(value))
     return False

@@ -11,14 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
-from labkit import environment, requirements
+from labkit import compile_cache, environment, requirements
 from labkit.environment import ENV_HOST_INDEX, ENV_RUN_FOLDER
 from labkit.launcher import warm_start
 from labkit.runs import private_files
@@ -26,7 +25,6 @@ from labkit.runs.folder import ROOT, RunFolder
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
-ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 WORKER_ARGUMENTS = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
 # The module that torchrun loads for its rendezvous.
 ONE_HOST = "labkit.launcher.rendezvous_handlers"
@@ -39,6 +37,8 @@ OUTER_VARIABLES = {
     environment.ENV_HOST_INDEX,
     environment.ENV_TOTAL_CORES,
     environment.ENV_CLOCK_AHEAD_S,
+    environment.ENV_SIMULATION,
+    environment.ENV_PROCESS_RANKS,
 }
 STARTUP_FRAMES = (
     *("<frozen runpy>", f"{Path(__file__).parent}{os.sep}"),
@@ -103,21 +103,9 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         # Several hosts replace these two after their rendezvous.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
         "PYTHONUNBUFFERED": "1",
-        **_compile_cache_variables(inherited),
+        **compile_cache.cache_variables(inherited),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
     }
-
-
-def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    # The default lies in /tmp, where another user may have created it before.
-    default = os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)
-    if not (inherited.get(ENV_COMPILE_CACHE) or default).startswith(default):
-        return {}
-    # If the folder cannot be made, torch reports it when it compiles.
-    with contextlib.suppress(OSError):
-        folder = private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
-        return {ENV_COMPILE_CACHE: str(folder)}
-    return {}
 
 
 def loopback_interface() -> str:

@@ -8,6 +8,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 
+from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
 from labkit.errors import LabError, MemoryCapExceeded
 
 # The first match counts. {files} is the limit of open files.
@@ -15,6 +16,9 @@ FIXES_BY_WORDS = {
     ("Too many open files", "Failed to init uv loop"): (
         "no more files may be opened here: raise the limit, now {files}, with `ulimit -n 1024` or"
         " more"
+    ),
+    ("No space left on device", "PytorchStreamWriter failed writing"): (
+        "a disk is full, or your part of it: delete files there, or write to another disk"
     ),
     ("can't start new thread", "Resource temporarily unavailable", "std::system_error"): (
         "no more processes or threads may be started here: take fewer ranks, end other"
@@ -24,6 +28,7 @@ FIXES_BY_WORDS = {
         "the GPU has no room: see in `nvidia-smi` who uses it, take a smaller model or batch,"
         " or device='cpu'"
     ),
+    PARTIAL_LIBRARY_WORDS: PARTIAL_LIBRARY_FIX,
     # An error of labkit that says itself what to do.
     (MemoryCapExceeded.__name__,): "",
     ("MemoryError", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc"): (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from labkit import config, program_source, requirements
-from labkit.environment import ENV_NETWORK, ENV_QUEUE
+from labkit.environment import ENV_DEVICE, ENV_NETWORK, ENV_QUEUE, ENV_SHARE_GPUS, read_choice
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
 from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster
@@ -38,13 +38,14 @@ DEVICES = ("auto", "cpu", "cuda")
 RANKS_PER_CORE = 64
 # A file name may have 255 characters.
 MAX_PROGRAM_NAME_CHARACTERS = 100
+MAX_SHOWN_CHARACTERS = 300
 
 
 def run(
     program: str | Path,
     *,
     nproc: int = 2,
-    device: str = "auto",
+    device: str | None = None,
     timeout_s: float = 300,
     warm: bool | None = None,
     use: Mapping[str, Any] | None = None,
@@ -56,7 +57,8 @@ def run(
     Args:
         program: name of a program in launch/, such as ``"all_reduce"``, or the path of a .py file.
         nproc: number of ranks; per host if ``hosts`` are given.
-        device: "cpu", "cuda", or "auto": GPUs if there is one per rank, else the CPU.
+        device: "cpu", "cuda", or "auto": GPUs if there is one per rank, else the CPU. By default
+            what LABKIT_DEVICE says, or "auto".
         timeout_s: stop the run after this many seconds.
         warm: fork the ranks from a process that has already imported torch (Linux only). By default
             notebooks do so as soon as that process is ready; LABKIT_WARM=0 or 1 changes the
@@ -83,6 +85,19 @@ def run(
     where = {"nproc": nproc, "device": device, "hosts": hosts}
     request = make_run_request(program, **where, timeout_s=timeout_s, warm=warm, use=use, **params)
     return execute_request(request, b"" if use is None else payload_pickling.pack_payload(use))
+
+
+def use_one_device(ranks: int) -> str:
+    """Let all runs of this process compute on GPUs if there is one for each of so many ranks, and
+    on the CPU otherwise, so that they can be compared; return "cuda" or "cpu".
+
+    LABKIT_DEVICE, where it is set, decides instead.
+    """
+    if not os.environ.get(ENV_DEVICE):
+        gpus, _ = requirements.usable_gpus()
+        shared = gpus and os.environ.get(ENV_SHARE_GPUS) == "1"
+        os.environ[ENV_DEVICE] = "cuda" if shared or gpus >= ranks else "cpu"
+    return os.environ[ENV_DEVICE]
 
 
 def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> RunResult:
@@ -183,7 +198,7 @@ def make_run_request(
     program: str | Path,
     *,
     nproc: Any = 2,
-    device: Any = "auto",
+    device: Any = None,
     timeout_s: Any = 300.0,
     warm: Any = None,
     use: Any = None,
@@ -196,6 +211,8 @@ def make_run_request(
     if nproc > (most := RANKS_PER_CORE * cores):
         limit = f"{RANKS_PER_CORE} for each of {cores} cores = {most} is the limit"
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
+    if device is None:
+        device = read_choice(ENV_DEVICE, *DEVICES) or "auto"
     if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
@@ -320,14 +337,15 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     """Return a program's file, and what the worker executes: a module name or that file's path."""
     if str(program).endswith(".py"):
         path = Path(os.path.expanduser(program)).resolve()
-        if not path.is_file():
-            raise ParameterError(f"there is no program {path}")
+        if not os.path.isfile(path):
+            raise ParameterError(f"there is no program {str(path)[:MAX_SHOWN_CHARACTERS]}")
         ours = path.parent == ROOT / "launch" or path.is_relative_to(ROOT / "labkit")
         return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
         fix = f"Give the path of a .py file or one of: {', '.join(found)}"
-        raise ParameterError(f"no program is called {str(program)!r}. {fix}")
+        name = str(program)[:MAX_SHOWN_CHARACTERS]
+        raise ParameterError(f"no program is called {name!r}. {fix}")
     return found[str(program)], f"launch.{program}"
 
 
@@ -434,6 +452,11 @@ def _run_ranks(
         status = watch_ranks(
             backend.wait, has_failed, timeout_s=request.timeout_s, on_timeout=raise_timeout
         )
+    except KeyboardInterrupt as interrupt:
+        # For %%torchrun. Other hosts might be slow to answer, and an interrupted run has to end.
+        if not request.hosts:
+            interrupt.stacks = backend.stacks(request.active_ranks)  # type: ignore[attr-defined]
+        raise
     finally:
         _run_uninterrupted(lambda: immortal.extend(backend.stop()))
         folder.remove_torchrun_files()

@@ -44,7 +44,7 @@ class ResourceNeeds:
     @classmethod
     def for_run(cls, nproc: int, device: str) -> "ResourceNeeds":
         """Return the needs of this many ranks of this machine, at most all cores."""
-        gpus = nproc > 0 and device != "cpu" and Path("/dev/nvidiactl").exists()
+        gpus = nproc > 0 and device != "cpu" and requirements.has_nvidia_driver()
         return cls(min(nproc, len(requirements.usable_cores())), nproc * RANK_BYTES, gpus)
 
 

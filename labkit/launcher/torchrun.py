@@ -35,6 +35,8 @@ PR_SET_CHILD_SUBREAPER = 36
 NOTEBOOK_POLL_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
 POLL_PERIOD_S, FORK_POLL_PERIOD_S = 0.05, 0.001
+# Of NVIDIA's drivers on Linux, on WSL2 and on Jetson, and of ROCm.
+DRIVER_FILES = ("/dev/nvidia", "/dev/dxg", "/dev/nvhost", "/dev/nvmap", "/dev/kfd")
 
 
 def main() -> None:
@@ -92,13 +94,26 @@ def can_fork() -> bool:
     # Outside Linux the systems' own libraries do not survive a fork, which can then crash.
     if sys.platform != "linux":
         return False
-    # CUDA does not survive a fork. It is unused while no file of the driver is open.
+    # A GPU's runtime does not survive a fork. It is unused while no file of the driver is open.
     for number in os.listdir("/proc/self/fd"):
         # listdir() has closed the descriptor that it had opened.
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith("/dev/nvidia"):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(DRIVER_FILES):
                 return False
     return True
+
+
+def hide_gpus() -> None:
+    """Let torch find no GPU in this process, but in its forks: asking the driver forbids a fork.
+
+    torchrun asks before it starts ranks (LaunchConfig.__post_init__ in torch/distributed/launcher),
+    and torch.utils.cpp_extension as it is imported where there is a CUDA toolkit.
+    """
+    import torch
+
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "is_available", is_available))
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
@@ -112,6 +127,7 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     handlers = importlib.import_module(backend)
     rendezvous_handler_registry.register(backend, handlers.create_handler)
     _adapt_torchrun()
+    hide_gpus()
     if can_fork():
         _import_for_ranks(arguments)
     # The poll of a forked rank waits by itself.

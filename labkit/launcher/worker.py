@@ -34,6 +34,8 @@ CONNECTION_LOSS_WORDS = (
     *("remote process exited", "nccl communicator was aborted"),
 )
 
+NCCL_CAUSES = ("duplicate gpu", "out of memory", "invalid usage", "invalid argument")
+
 
 def main() -> NoReturn:
     """Run the program named in sys.argv as this rank, and exit."""
@@ -92,11 +94,18 @@ def _refuse_smaller_world() -> None:
 
 def is_echo(error: BaseException) -> bool:
     """Tell whether an exception looks like the consequence of another rank's failure."""
+    # Such as an error that says what was to be saved when another rank left.
+    if error.__context__ and is_echo(error.__context__):
+        return True
+    text = _error_text(error).lower()
+    # NCCL's own failures have the same class as those that follow another rank's.
+    if any(cause in text for cause in NCCL_CAUSES):
+        return False
     # torch is not imported here, so its class is known by name.
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    words, kinds = _error_text(error).lower(), RuntimeError | OSError
-    return isinstance(error, kinds) and any(known in words for known in CONNECTION_LOSS_WORDS)
+    kinds = RuntimeError | OSError
+    return isinstance(error, kinds) and any(known in text for known in CONNECTION_LOSS_WORDS)
 
 
 def _die_with_torchrun() -> None:

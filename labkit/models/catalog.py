@@ -33,8 +33,6 @@ class ModelEntry:
     """Sizes of the model that it imitates, where these are others."""
     extra: str | None = None
     """Package that it needs beyond labkit's own."""
-    heads: int = 1
-    """What must divide the size ``hidden``: the number of attention heads."""
     takes_numbers: bool = True
     """Whether the input is numbers, which can have a gradient, and not tokens."""
 
@@ -45,8 +43,9 @@ class ModelEntry:
 
 
 # What Bert and T5 have in common; their counts are those of two layers.
-HUGGING_FACE: Any = {"extra": "transformers", "heads": 2, "takes_numbers": False,
-                     "sizes": {"vocab": 96, "hidden": 32, "layers": 2}}  # fmt: skip
+HUGGING_FACE: Any = {"extra": "transformers", "takes_numbers": False,
+                     "sizes": {"vocab": 96, "hidden": 32, "layers": 2, "heads": 2,
+                               "mlp_ratio": 2, "tokens": 8}}  # fmt: skip
 NESTED_COUNTS = "Linear 5, NestedBlock 3, Sequential 1"
 MODELS: dict[str, ModelEntry] = {
     "toy": ModelEntry(
@@ -59,14 +58,18 @@ MODELS: dict[str, ModelEntry] = {
         " BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2,"
         " BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7,"
         " Embedding 3, GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
-        paper={"vocab": 30522, "hidden": 768, "layers": 12}, **HUGGING_FACE,
+        # BERT-base
+        paper={"vocab": 30522, "hidden": 768, "layers": 12, "heads": 12, "mlp_ratio": 4,
+               "tokens": 512}, **HUGGING_FACE,
     ),
     "hf_t5": ModelEntry(
         "hf.T5", ("T5Block",),
         "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4,"
         " T5DenseActDense 4, T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4,"
         " T5LayerNorm 12, T5LayerSelfAttention 4, T5Stack 2",
-        paper={"vocab": 32128, "hidden": 512, "layers": 6}, **HUGGING_FACE,
+        # T5-small
+        paper={"vocab": 32128, "hidden": 512, "layers": 6, "heads": 8, "mlp_ratio": 4,
+               "tokens": 512}, **HUGGING_FACE,
     ),
     "transformer": ModelEntry(
         "transformer.TransformerWithSharedParams",
@@ -124,6 +127,11 @@ def check_model(
         raise ValueError(f"model {model} has no block of type {unknown}: it has {known}")
     for name, size in (sizes or {}).items():
         _check_size(model, name, size)
+    chosen_sizes = {**entry.sizes, **(sizes or {})}
+    heads = chosen_sizes.get("heads", 1)
+    if rest := chosen_sizes.get("hidden", 0) % heads:
+        rule = f"is no multiple of model {model}'s {heads} heads"
+        raise ValueError(f"hidden {chosen_sizes['hidden']} {rule}: {rest} over")
     blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
@@ -142,9 +150,6 @@ def _check_size(model: str, name: str, size: int) -> None:
     least = min(1, entry.sizes[name])
     if size < least:
         raise ValueError(f"{name} {size} must be at least {least}")
-    if name == "hidden" and (rest := size % entry.heads):
-        heads = f"model {model}'s {entry.heads} heads"
-        raise ValueError(f"{name} {size} is no multiple of {heads}: {rest} over")
 
 
 def create_model(

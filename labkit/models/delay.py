@@ -133,6 +133,9 @@ class ModuleWithDelay(LabModel):
     def local_modules(self) -> list[nn.Module]:
         return self.module.local_modules()
 
+    def unused_modules(self) -> list[nn.Module]:
+        return self.module.unused_modules()
+
 
 class NestedWithDelay(ModuleWithDelay):
     """NestedWrappedModule with the same delays."""

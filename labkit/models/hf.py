@@ -9,17 +9,20 @@ from torch.nn import functional
 
 from labkit.models.protocol import LabModel, random_tokens, token_loss
 
-BATCH, TOKENS = 2, 8
+BATCH = 2
 
 
 class _TokenModel(LabModel):
     """Token ids in, logits out, cross-entropy with the input's token ids."""
 
     vocab: int
+    tokens: int
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         # Token 0 does not occur, because it pads and starts the decoder.
-        return (1 + random_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
+        return (
+            1 + random_tokens(BATCH, self.tokens, below=self.vocab - 1, device=device, seed=seed),
+        )
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return token_loss(output, inputs[0])
@@ -30,19 +33,27 @@ class Bert(_TokenModel):
 
     block_types = ("BertLayer", "BertLMPredictionHead")
 
-    def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+    def __init__(
+        self,
+        vocab: int = 96,
+        hidden: int = 32,
+        layers: int = 2,
+        heads: int = 2,
+        mlp_ratio: int = 2,
+        tokens: int = 8,
+    ):
         # Here, because the package is optional, and its import takes seconds.
         from transformers import BertConfig, BertForMaskedLM
 
         super().__init__()
-        self.vocab = vocab
+        self.vocab, self.tokens = vocab, tokens
         config = BertConfig(
             vocab_size=vocab,
             hidden_size=hidden,
             num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=2 * hidden,
-            max_position_embeddings=TOKENS,
+            num_attention_heads=heads,
+            intermediate_size=mlp_ratio * hidden,
+            max_position_embeddings=tokens,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
@@ -63,18 +74,26 @@ class T5(_TokenModel):
 
     block_types = ("T5Block",)
 
-    def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+    def __init__(
+        self,
+        vocab: int = 96,
+        hidden: int = 32,
+        layers: int = 2,
+        heads: int = 2,
+        mlp_ratio: int = 2,
+        tokens: int = 8,
+    ):
         from transformers import T5Config, T5ForConditionalGeneration
 
         super().__init__()
-        self.vocab = vocab
+        self.vocab, self.tokens = vocab, tokens
         config = T5Config(
             vocab_size=vocab,
             d_model=hidden,
-            d_kv=hidden // 2,
-            d_ff=2 * hidden,
+            d_kv=hidden // heads,
+            d_ff=mlp_ratio * hidden,
             num_layers=layers,
-            num_heads=2,
+            num_heads=heads,
             dropout_rate=0.0,
             use_cache=False,
         )

@@ -31,6 +31,14 @@ class MLP(nn.Module):
         self.out_proj = nn.Linear(dim_multiplier * dim, dim, bias=bias, device=device)
         self.register_buffer("buffer", torch.randn(dim, device=device) if with_buffer else None)
 
+    def reset_parameters(self) -> None:
+        """Draw weights, biases and the buffer again; after ``to_empty`` nothing else sets them."""
+        # In the constructor's order, so that equal seeds give equal numbers.
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+        if self.buffer is not None:
+            nn.init.normal_(self.buffer)
+
     def forward(self, x: Tensor) -> Tensor:
         x = functional.relu(self.in_proj(x))
         x = functional.relu(self.out_proj(x))

@@ -9,6 +9,7 @@ Source: https://docs.python.org/3/library/pickle.html#restricting-globals
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(its class, its name).
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        # The module's name in Python 3.13.
+        module = "pathlib" if module == "pathlib._local" else module
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in SAFE_GLOBALS.get(module, "").split():
             return super().find_class(module, name)
@@ -64,3 +70,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not"
             " load it"
         )
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {name} of {kind!r}: do not load it")

@@ -15,7 +15,7 @@ each faster than the one before:
 ``native`` is refused, because it computes wrong results in all torch versions so far;
 ``native_unguarded`` runs nevertheless. The model takes a DTensor from ``shard_batch`` and returns
 the plain logits of this rank's samples. After ``loss.backward()`` of their mean loss, each gradient
-is that of the mean over all samples.
+is that of the mean over all samples; that of the images is computed only if they require one.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +34,7 @@ from labkit.parallel import halo
 from labkit.parallel.buckets import GradientBuckets
 from labkit.parallel.halo import HaloConv2d, Strip, call_on_strip
 from labkit.theory import sizes
+from labkit.theory.spatial import check_equal_strips
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
 
@@ -135,7 +136,7 @@ def _apply_local(
         images = args[0].to_local()
         # Strips may be unequal, so each counts by its part of the image.
         strip.share = images.shape[strip.dim] / args[0].shape[strip.dim]
-        return (images,)
+        return (_divide_gradient(images, mesh.size()),)
 
     model.register_forward_pre_hook(to_local)
     model.mean.forward = partial(halo.spatial_mean, strip=strip)  # type: ignore[method-assign]
@@ -145,7 +146,8 @@ def _apply_local(
 def _apply_dtensor(
     model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, halos: dict[nn.Conv2d, int]
 ) -> None:
-    _replicate_parameters(model, mesh, data_ranks=mesh.size() // mesh.size(axis))
+    data_ranks = mesh.size() // mesh.size(axis)
+    _replicate_parameters(model, mesh, data_ranks)
     _replace_modules(model, {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items()})
     for module in model.modules():
         # It keeps or drops whole samples, for which a strip needs no other strip.
@@ -155,14 +157,12 @@ def _apply_dtensor(
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
 
-    def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
+    def check_strips(module: nn.Module, args: tuple[DTensor]) -> tuple[DTensor] | None:
         # A DTensor made from a local strip assumes that the other strips have the same size.
-        size, ranks = args[0].shape[strip.dim], strip.ranks
-        if rest := size % ranks:
-            raise ValueError(
-                f"{ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {size} %"
-                f" {ranks} = {rest}; use strategy local or a size that {ranks} divides"
-            )
+        check_equal_strips(args[0].shape[strip.dim], strip.ranks, strip.dim)
+        if not args[0].requires_grad:
+            return None
+        return (call_on_strip(partial(_divide_gradient, ranks=data_ranks), args[0]),)
 
     model.register_forward_pre_hook(check_strips)
     # A strip's mean over H and W is a term of a sum, which redistribute adds up.
@@ -171,6 +171,13 @@ def _apply_dtensor(
         lambda module, args, features: features.redistribute(placements=samples)
     )
     model.register_forward_hook(lambda module, args, logits: logits.to_local())
+
+
+def _divide_gradient(strip: Tensor, ranks: int) -> Tensor:
+    """Return the strip, whose gradient becomes a mean over ranks, as those of parameters do."""
+    if strip.requires_grad:
+        strip.register_hook(lambda gradient: gradient / ranks)
+    return strip
 
 
 def _replicate_parameters(model: nn.Module, mesh: DeviceMesh, data_ranks: int) -> None:
@@ -201,9 +208,10 @@ def _relabel_as_strips(model: nn.Module) -> None:
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
         x, mesh = args[0].to_local(), args[0].device_mesh
-        # torch calls the gradient of a strip replicated.
-        replicated = [Replicate()] * mesh.ndim
-        return DTensor.from_local(x, mesh, args[0].placements, grad_placements=replicated)
+        # Until 2.13 torch calls the gradient of a strip replicated, since 2.14 a strip.
+        strips, replicated = args[0].placements, [Replicate()] * mesh.ndim
+        labels = replicated if requirements.torch_version() < (2, 14) else strips
+        return DTensor.from_local(x, mesh, strips, grad_placements=labels)
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
         strips = args[0].placements

@@ -36,6 +36,7 @@ def compare_techniques(
     *,
     steps: int = 2,
     modes: Sequence[ddp.DDPMode] = COMPARISON_MODES,
+    inductor: bool = True,
     **how: Any,
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
@@ -49,30 +50,35 @@ def compare_techniques(
     found, rank = comparison.Parity(), mesh.get_local_rank()
     expected = one_device.record_steps(steps, rank, found, "gradient")
     reference = one_device.copies[rank]
-    sent_bytes, backwards, without_sync = {}, {}, 0
+    sent_bytes, backwards, without_sync, as_asked = {}, {}, 0, True
     for mode in modes:
         lab, before = build(), ddp.count_traced_backwards()
-        with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
+        technique = ddp.apply_technique(lab, mesh, mode, case, inductor=inductor, **how)
+        with technique as (model, programs):
             results, sent = _train(lab, model, case, rank, steps)
         found.compare_steps(mode, results, expected)
         after = (comparison.tensors_by_name(each, "parameter") for each in (lab, reference))
         found.compare_named(f"{mode}, parameter", *after)
-        # Were the runs really compiled? Inductor writes a program; without it, count the traces.
-        backwards[mode] = ddp.count_traced_backwards() - before
-        if how.get("inductor", True):
-            backwards[mode] = sum("_c10d_functional" in program for program in programs)
+        traced = ddp.count_traced_backwards() - before
+        sending = sum("_c10d_functional" in program for program in programs)
+        backwards[mode] = sending if inductor else traced
+        # Were the passes compiled as asked? Inductor writes a program for each, and only those of
+        # backward passes send; without it there are traces alone.
+        compiled = mode.startswith("compiled")
+        as_asked &= (traced > 0) == compiled
+        written = sending > 0, len(programs) > sending
+        as_asked &= written == (compiled and inductor, compiled and inductor and case.forward)
         sent_bytes[mode] = sent.total()
         without_sync += sent[False]
     a_mode = steps * (1 + comparison.count_tensors(reference, "gradient"))
     a_mode += comparison.count_tensors(reference, "parameter")
     verdict = found.verdict(comparison.LIMITS[case.dtype], len(modes) * a_mode)
-    compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
         "dtype": str(case.dtype).removeprefix("torch."),
         "sent_bytes": sent_bytes,
         "sent_without_sync": without_sync,
         "compiled_backwards": backwards,
-        "ok": verdict["ok"] and compiled and not without_sync,
+        "ok": verdict["ok"] and as_asked and not without_sync,
     }
 
 
@@ -106,6 +112,7 @@ def compare_buckets(
     case: DDPCase,
     *,
     bucket_mb: float,
+    fuse: ddp.FuseMode = "coalesced",
     **how: Any,
 ) -> dict[str, Any]:
     """Compile a backward pass without gradients and one that adds to them; compare their buckets.
@@ -119,7 +126,8 @@ def compare_buckets(
     expected = chain_buckets(lab.dim, bucket_mb, way=way, layers=layers)
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     counted, written, sent = [], [], []
-    technique = ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how)
+    how |= {"bucket_mb": bucket_mb, "fuse": fuse}
+    technique = ddp.apply_technique(lab, mesh, "compiled", case, **how)
     with technique as (model, programs):
         for step in range(2):
             with BucketRecorder() as wire:
@@ -135,6 +143,8 @@ def compare_buckets(
         "counted": counted,
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
         "handed_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
+        # Every tensor that is sent has a wait: with concat, one for a bucket.
+        "waits": [[len(bucket.waits) for bucket in buckets] for buckets in listed],
         "programs": len(set(written)),
         "orders": orders,
         "most_in_flight": list(map(_max_in_flight, orders)),
@@ -144,10 +154,12 @@ def compare_buckets(
     in_order = [[list(bucket.items()) for bucket in buckets] for buckets in [*sent, expected]]
     requests = [f"request {index}" for index in range(len(expected))]
     waits = [f"wait {index}" for index in range(len(expected))]
+    tensors = [1 if fuse == "concat" else len(bucket) for bucket in expected]
     ok = (
         counted == [len(expected)] * 2
         and result["listed_bytes"] == result["handed_bytes"] == [predicted_bytes] * 2
         and in_order == [in_order[-1]] * 3
+        and result["waits"] == [tensors] * 2
         and (result["programs"], result["waits_missing"]) == (2, 0)
         and all([event for event in order if event in requests] == requests for order in orders)
         and list(dict.fromkeys(event for event in orders[0] if event in waits)) == waits

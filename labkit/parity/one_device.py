@@ -68,12 +68,15 @@ class OneDevice:
     local_types: Collection[str] = ()
     # Compute gradients of floating-point inputs too.
     input_gradients: bool = False
+    # Called with each copy: returns what to call in its place, such as a wrapper around it.
+    init_fn: Callable[[LabModel], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         self.copies = [self.build(rank) for rank in range(self.ranks)]
         self.device = next(self.copies[0].parameters()).device
         if self.rounding == "everything":
             self.copies = [copy.to(self.dtype) for copy in self.copies]
+        self.models = [self.init_fn(copy) if self.init_fn else copy for copy in self.copies]
         self.optimizers = [make_sgd(copy) for copy in self.copies]
         # Of each rank's last batch; the inputs have gradients.
         self.outputs: list[Any] = [None] * self.ranks
@@ -106,27 +109,27 @@ class OneDevice:
             inputs = draw_samples(copy, self.device, index, rank, batch, self.batches)
             if self.input_gradients:
                 inputs = require_gradients(inputs)
-            output = self._forward_in_dtype(copy, inputs)
+            output = self._forward_in_dtype(self.models[rank], inputs)
             loss = copy.get_loss(inputs, output)
             copy.run_backward(loss / self.batches if self.mean else loss)
         self.inputs[rank], self.outputs[rank] = inputs, output
         return loss.detach()
 
-    def _forward_in_dtype(self, copy: LabModel, inputs: tuple[Tensor, ...]) -> Any:
+    def _forward_in_dtype(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         if self.dtype == torch.float32:
-            return copy(*inputs)
+            return model(*inputs)
         if self.rounding == "autocast":
             with torch.autocast(self.device.type, self.dtype):
-                return copy(*inputs)
+                return model(*inputs)
         # A batch norm stays in float32 under FSDP too, because its statistics do.
-        norms = (module for module in copy.modules() if isinstance(module, BatchNorm))
+        norms = (module for module in model.modules() if isinstance(module, BatchNorm))
         kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
         rounded = {
             name: parameter if id(parameter) in kept else parameter.to(self.dtype)
-            for name, parameter in copy.named_parameters()
+            for name, parameter in model.named_parameters()
         }
         casted = tuple(cast_floats(each, self.dtype) for each in inputs)
-        return torch.func.functional_call(copy, rounded, casted)
+        return torch.func.functional_call(model, rounded, casted)
 
     def _average_shared_gradients(self) -> None:
         first = self.copies[0]

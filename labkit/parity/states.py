@@ -5,9 +5,11 @@ parameter is wrong on which rank; ``comparison.Parity``, which the labs use, gat
 one number for all.
 """
 
+import contextlib
 import hashlib
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,14 +87,22 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
         )
 
 
-def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def assert_module_states(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    assert_fn: Callable[[Tensor, Tensor], object] | None = None,
+) -> None:
     """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective.
 
     It sends 32 bytes a tensor. The error names the first that differs, and which ranks agree.
+    With ``assert_fn``, such as ``torch.testing.assert_close``, it sends all tensors, and calls the
+    function with each tensor of rank 0 and that of every other rank.
     """
     states = dict(model.named_parameters()) | dict(model.named_buffers())
+    states = {name: _plain_copy(name, tensor) for name, tensor in states.items()}
     # Ranks send digests, so that they need not send the tensors themselves.
-    mine = {name: _tensor_digest(name, tensor) for name, tensor in states.items()}
+    mine = {name: _tensor_digest(tensor) for name, tensor in states.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
@@ -103,42 +113,62 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
             holders[digests.get(name)].append(str(rank))
-        if len(holders) > 1:
+        if len(holders) > 1 and (assert_fn is None or None in holders):
             camps = []
             for digest, ranks in holders.items():
                 who = f"ranks {', '.join(ranks)} hold" if ranks[1:] else f"rank {ranks[0]} holds"
                 camps.append(f"{who} {'one value' if digest else 'none'}")
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
+    if assert_fn is not None:
+        dist.all_gather_object(everyone, states, group=group)
+        for name, rank in itertools.product(names, range(1, len(everyone))):
+            try:
+                assert_fn(everyone[0][name], everyone[rank][name])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, ranks 0 and {rank}: {error}") from error
 
 
-def _tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Return a digest of a tensor's dtype, shape and bits."""
+def _plain_copy(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor, or what every rank has of a replicated DTensor, in host memory."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
             where = f"a shard, {tensor.placements}"
             raise ValueError(f"{name} is {where}: it differs between ranks by design")
         tensor = tensor.to_local()
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return tensor.detach().cpu()
+
+
+def _tensor_digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's dtype, shape and bits."""
+    plain = tensor.contiguous().reshape(-1)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
 
 
-def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
-    """Set every parameter to zero in place, and the buffers if asked. With FSDP1 a collective."""
+def zero_model(model: nn.Module, zero_buffers: bool = False, *, summon_full: bool = True) -> None:
+    """Set every parameter to zero in place, and the buffers if asked. With FSDP1 a collective.
+
+    Without ``summon_full`` nothing is gathered: each rank sets what it holds at the moment.
+    """
     _reshard_modules(model)
-    with torch.no_grad(), FSDP1.summon_full_params(model):
+    whole = FSDP1.summon_full_params(model) if summon_full else contextlib.nullcontext()
+    with torch.no_grad(), whole:
         for tensor in [*model.parameters(), *(model.buffers() if zero_buffers else ())]:
             tensor.zero_()
 
 
-def full_params(model: nn.Module) -> dict[str, Tensor]:
+def full_params(model: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
     """Return copies of all whole parameters by name, without the prefixes of wrappers.
 
-    A collective for a sharded model; FSDP1 must have ``use_orig_params``.
+    A collective for a sharded model; FSDP1 must have ``use_orig_params``. Without ``recurse`` the
+    parameters of nested units are neither gathered nor returned.
     """
     _reshard_modules(model)
-    with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
-        named = model.named_parameters()
+    units = [module for module in model.modules() if isinstance(module, FSDP1 | FSDPModule)]
+    nested = [] if recurse else [unit for unit in units if unit is not model]
+    with torch.no_grad(), FSDP1.summon_full_params(model, recurse=recurse, writeback=False):
+        left_out = {id(parameter) for unit in nested for parameter in unit.parameters()}
+        named = [item for item in model.named_parameters() if id(item[1]) not in left_out]
         return {plain_name(name): to_full_tensor(each.detach()).clone() for name, each in named}
 
 

@@ -326,7 +326,6 @@ def strip_step_times(seconds: Mapping[str, Mapping[int, tuple[float, float]]]) -
         for ranks, times_s in by_ranks.items():
             bars[str(ranks)] = dict(zip(colours, times_s, strict=True))
         style.draw_bar_stacks(ax, bars, {}, colours, 1e-3, columns=2)
-        style.frame_predictions(ax)
         ax.set(xlabel="ranks", ylabel="predicted time of a step, ms")
         ax.set_ylim(0, 1.12e3 * max(map(sum, by_ranks.values())))
     return axes

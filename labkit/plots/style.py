@@ -197,41 +197,36 @@ def draw_bar_stacks(
 ) -> None:
     """Draw stacked bars, one per label, with their sums on top: predicted left, measured right.
 
-    Beside measured bars, predicted ones are pale in a dashed frame. ``size`` is the unit of the
-    axis. The legend has this many ``columns``, and by default the parts in use.
+    Predicted bars have a dashed frame, and are pale beside measured ones. ``size`` is the unit of
+    the axis. The legend has this many ``columns``, and by default the parts in use.
     """
     # In the order of their first mention.
     labels = list(dict.fromkeys([*predicted, *measured]))
     solid: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
     pale = {name: (colour, 0.45) for name, colour in colours.items()}
-    framed = bool(predicted and measured)
+    bars = (
+        (-1, predicted, pale if measured else colours, FRAME_STYLE),
+        (1, measured, colours, solid),
+    )
     for column, label in enumerate(labels):
         offset = 0.2 if label in predicted and label in measured else 0.0
-        for side, drawn in ((-offset, predicted), (offset, measured)):
+        for side, drawn, tints, look in bars:
             if label not in drawn:
                 continue
-            parts = {name: amount / size for name, amount in drawn[label].items()}
-            tints, look = (pale, FRAME_STYLE) if framed and drawn is predicted else (colours, solid)
-            top = draw_stack(ax.bar, column + side, parts, tints, 0.36, **look)
-            ax.text(column + side, top, f"{top:.3g}", fontsize=8, **ON_TOP)
+            # The frame of an empty part would be a line across the stack.
+            parts = {name: amount / size for name, amount in drawn[label].items() if amount}
+            place = column + side * offset
+            top = draw_stack(ax.bar, place, parts, tints, 0.36, **look)
+            ax.text(place, top, f"{top:.3g}", fontsize=8, **ON_TOP)
     ax.set_xticks(range(len(labels)), labels)
     # Panels of one figure may share a legend instead.
     if columns:
         shown = colours_in_use(colours, [*predicted.values(), *measured.values()])
         handles = legend_patches(shown if legend is None else legend)
-        if framed:
+        if predicted and measured:
             look = {"facecolor": "#EEEEEE", "edgecolor": "black", "linestyle": "--"}
             handles.append(Patch(label="predicted", **look))
         add_legend_above(ax, columns, handles)
-
-
-def frame_predictions(ax: Axes) -> None:
-    """Give every bar the dashed frame of a prediction."""
-    for bar in ax.patches:
-        bar.set(**FRAME_STYLE)
-        # The frame of an empty part would be a line across the stack.
-        if not bar.get_extents().height:
-            bar.set_linewidth(0.0)
 
 
 def short_number_text(value: float) -> str:
@@ -264,6 +259,10 @@ def add_stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
     """Write below the figure where its numbers come from, one line per machine; return ``ax``."""
     drawn = _runs_by_figure.setdefault(ax.figure, [])
     drawn.extend(results)
+    devices = {each.device for each in drawn} & {"cpu", "cuda"}
+    if len(devices) > 1:
+        rule = "a figure compares runs on one kind of device, and these were on the CPU and on GPUs"
+        raise ValueError(f"{rule}: run all with device='cpu', or set LABKIT_DEVICE=cpu")
     if drawn:
         ax.figure.supxlabel(result.stamp_text(drawn), fontsize=7, color=GREY, x=0.99, ha="right")
     return ax

@@ -144,8 +144,6 @@ def traffic_by_axis(
     look |= {"ylabel": "on the wire from a rank in a step", "ax": style.make_axes(ax, height=3.4)}
     ax = byte_bars(predicted, measured or {}, AXIS_COLOURS, **look)
     ax.set_xlabel(xlabel)
-    if not measured:
-        style.frame_predictions(ax)
     return style.add_stamp(ax, results)
 
 
@@ -168,7 +166,6 @@ def step_time_by_tp(
         style.draw_bar_stacks(style.make_axes(ax), bars, {}, TIME_COLOURS, 1e-3)
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
-        style.frame_predictions(ax)
     style.add_figure_legend(axes[0], "upper", TIME_LABELS, fontsize=9)
     return axes
 

@@ -48,6 +48,7 @@ IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 LABKIT_FOLDER_NAME = ".labkit"
 JSON_FIX = "labkit writes this file as an object: mend it by hand, or run again"
 MIN_FREE_DISK_BYTES = 64 * 1024
+FULL_DISK_FIX = "delete old runs or other files, or set LABKIT_RUNS to another disk"
 
 
 class RunFolder:
@@ -129,7 +130,8 @@ def write_text(path: Path, text: str) -> None:
         with private_files.open_file(unfinished, "w", encoding="utf-8") as file:
             file.write(text)
         unfinished.replace(path)
-    except OSError:
+    # Of a text that UTF-8 cannot hold, a ValueError.
+    except (OSError, ValueError):
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
@@ -198,11 +200,10 @@ def workspace_folder() -> Path:
     return here
 
 
-def disk_problem(path: Path) -> str:
+def disk_problem(path: Path, fix: str = FULL_DISK_FIX) -> str:
     """Say that the disk of this folder is full and what to do, or return ""."""
     # The folder may be gone.
     with contextlib.suppress(OSError):
         if shutil.disk_usage(path).free < MIN_FREE_DISK_BYTES:
-            fix = "delete old runs or other files, or set LABKIT_RUNS to another disk"
             return f"the disk of {path} is full: {fix}"
     return ""

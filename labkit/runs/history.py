@@ -40,6 +40,7 @@ ABANDON_GRACE_S = 3600.0
 DAY_S = 86400.0
 SETTING_NAMES = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")
 MAX_COLUMN_CHARACTERS = 40
+MAX_NAME_CHARACTERS = 255
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def find_run_folder(name: str) -> Path:
     """Find a run by its folder's name, a unique ending of it, or a path."""
     place = runs_folder()
     for folder in (place / name, Path(name)):
-        if (folder / "run.json").is_file():
+        # Unlike Path.is_file, this takes a name that is too long for a file.
+        if os.path.isfile(folder / "run.json"):
             return folder
     fitting = [entry.folder for entry in find_runs() if name and entry.folder.name.endswith(name)]
     if len(fitting) == 1:
@@ -128,7 +130,7 @@ def find_run_folder(name: str) -> Path:
         problem = f"{len(fitting)} runs in {place} end with {name!r}: give more of the name"
     else:
         fix = "`python -m labkit runs` lists them"
-        problem = f"no run in {place} is called {name!r}, nor ends so: {fix}"
+        problem = f"no run in {place} is called {name[:MAX_NAME_CHARACTERS]!r}, nor ends so: {fix}"
     raise RunFileNotFound(problem)
 
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 import stat
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import IO, Any
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 LOCK_TIMEOUT_S = 10.0
 LOCK_POLL_PERIOD_S = 0.002
+TEMPORARY_AGE_S = 10.0
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
@@ -78,16 +80,17 @@ def _is_safe_parent(place: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Let one process in at a time; raise TimeoutError if another stays in for ten seconds."""
+def lock_file(path: Path, timeout_s: float | None = None) -> Iterator[None]:
+    """Let one process in at a time; raise TimeoutError if another stays in, by default for 10 s."""
     # What another user may have put in its place is neither followed nor waited for.
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
     try:
         # flock has no time limit of its own.
-        give_up = time.monotonic() + LOCK_TIMEOUT_S
+        timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+        give_up = time.monotonic() + timeout_s
         while not _try_lock(number):
             if time.monotonic() > give_up:
-                what = f"another process keeps it locked for more than {LOCK_TIMEOUT_S:g} s"
+                what = f"another process keeps it locked for more than {timeout_s:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, what, str(path))
             time.sleep(LOCK_POLL_PERIOD_S)
         yield
@@ -101,3 +104,33 @@ def _try_lock(number: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Create a private folder that is removed at the end; those of killed processes go as well."""
+    place = per_user_folder(f"labkit_temporary_{os.getuid()}")
+    for left in place.iterdir():
+        with contextlib.suppress(OSError):
+            # Another process may have just made it, and not locked it yet.
+            if time.time() - left.stat().st_mtime > TEMPORARY_AGE_S:
+                with _locked_folder(left):
+                    shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(dir=place))
+    with _locked_folder(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    # A killed process loses its lock. BlockingIOError where another process has it.
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _try_lock(number):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process uses it", str(folder))
+        yield
+    finally:
+        os.close(number)

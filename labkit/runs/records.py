@@ -100,7 +100,7 @@ def collective_label(axis: str, name: str) -> str:
     return f"{axis}/{name}" if axis else name
 
 
-def record_problem(line: Any) -> str:
+def record_problem(line: Any, ranks: int = MAX_INT64) -> str:
     """Return what is wrong with a decoded line of the present version, or "" for nothing."""
     if not isinstance(line, dict):
         return "not a JSON object"
@@ -117,6 +117,8 @@ def record_problem(line: Any) -> str:
         allowed = (int, float) if wanted is float else wanted
         if not isinstance(value, allowed) or isinstance(value, bool):
             return f"{name} = {value!r} is not {wanted.__name__}"
+        if name == "rank" and isinstance(value, int) and not 0 <= value < ranks:
+            return f"rank = {value} is none of 0 to {ranks - 1}, the ranks of the run"
         if isinstance(value, int) and abs(value) > MAX_INT64:
             return f"{name} has {len(str(abs(value)))} digits, more than 64 bits hold"
     return ""
@@ -126,7 +128,8 @@ def upgrade_from_version_1(line: Any) -> Any:
     """Convert a decoded line to version 2, and leave what does not fit to ``record_problem``."""
     # Names became fields: of the span compute/forward/layers.0 a bar, of the comm record
     # bucket/0/fc4.weight a bucket, of tp/all_reduce a collective along an axis.
-    if not isinstance(line, dict) or line.get("v") != 1:
+    # True would equal 1.
+    if not isinstance(line, dict) or type(line.get("v")) is not int or line["v"] != 1:
         return line
     line, name = line | {"v": 2}, line.get("name")
     match line.get("kind"), name.split("/", maxsplit=2) if isinstance(name, str) else []:
@@ -148,8 +151,11 @@ class Records:
     incomplete_files: list[Path] = field(default_factory=list)
 
 
-def read_records(folder: Path) -> Records:
-    """Read the records of all ranks in order; RecordError gives file:line of a malformed one."""
+def read_records(folder: Path, ranks: int = MAX_INT64) -> Records:
+    """Read the records of all ranks in order; RecordError gives file:line of a malformed one.
+
+    A rank beyond the run's number of ``ranks`` is malformed.
+    """
     records = Records()
     for path in sorted(folder.glob("rank_*.jsonl")):
         try:
@@ -159,14 +165,14 @@ def read_records(folder: Path) -> Records:
         if rest:
             records.incomplete_files.append(path)
         for number, content in enumerate(whole, start=1):
-            records.lines.append(_parse_record(content, f"{path}:{number}"))
+            records.lines.append(_parse_record(content, f"{path}:{number}", ranks))
     return records
 
 
-def _parse_record(content: str, place: str) -> dict[str, Any]:
+def _parse_record(content: str, place: str, ranks: int) -> dict[str, Any]:
     try:
         line: dict[str, Any] = upgrade_from_version_1(json.loads(content))
-        problem = record_problem(line)
+        problem = record_problem(line, ranks)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON ({error})"
     if problem:

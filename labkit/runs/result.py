@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ FIELD_TYPES = {
     name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()
 }
 MAX_RANKS = 1_000_000
+MAX_SHOWN_CHARACTERS = 300
 # Fields that every run.json has.
 RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 # Fields of run.json besides, where ranks were simulated.
@@ -201,6 +206,12 @@ class RunResult:
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
+    def table_text(self) -> str:
+        """Return the summary as text: a row for each value, a column for each rank."""
+        table = self.summary().map(_value_text).T
+        # Ranks that do not fit beside each other follow in further blocks.
+        return table.to_string(line_width=shutil.get_terminal_size((100, 24)).columns)
+
     # Both are cached, because an explorer reads many values while a control is moved.
     @cached_property
     def _rank_values(self) -> dict[int, dict[str, Any]]:
@@ -220,8 +231,7 @@ class RunResult:
         }
 
     def __repr__(self) -> str:
-        table = self.summary().round(3).to_string()
-        return "\n".join([*self._headlines(), table, *self._warnings()])
+        return "\n".join([*self._headlines(), self.table_text(), *self._warnings()])
 
     def _repr_html_(self) -> str:
         headlines, warnings = (
@@ -238,6 +248,15 @@ class RunResult:
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
         return [f"{path.name}: {cut}" for path in self.incomplete_files]
+
+
+def _value_text(value: Any) -> str:
+    if not isinstance(value, Real):
+        return str(value)
+    # A rank without this value has nan.
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"
 
 
 def _read_if_there(path: Path) -> str:
@@ -282,11 +301,11 @@ def _count_text(number: int, thing: str) -> str:
 def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder; RecordError names a malformed file."""
     path = Path(folder).resolve()
-    if not RunFolder(path).run_json.exists():
+    if not os.path.exists(RunFolder(path).run_json):
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
-        raise RunFileNotFound(f"{path} holds no run.json: {rule}")
+        raise RunFileNotFound(f"{str(path)[:MAX_SHOWN_CHARACTERS]} holds no run.json: {rule}")
     info = _read_run_info(RunFolder(path))
-    found = records.read_records(path)
+    found = records.read_records(path, info["nproc"])
     return RunResult(path, info, found.lines, found.incomplete_files)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements, torch_private
-from labkit.environment import ENV_RUN_FOLDER
+from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER
 from labkit.runs.folder import RunFolder, write_json, write_text
 from labkit.session.payload import load_payload
 from labkit.session.session import batch_schedule_new_threads
@@ -35,8 +35,9 @@ def main() -> None:
     # The cell may change the environment and the names, so they are read before.
     folder, rank = RunFolder(Path(os.environ[ENV_RUN_FOLDER])), int(os.environ["RANK"])
     kept = folder.artifact(rank, VALUE_ARTIFACT)
+    on_cpu = os.environ.get(ENV_DEVICE) == "cpu" or not torch.cuda.is_available()
     # On GPUs the cell decides where it computes.
-    if rank == 0 and not torch.cuda.is_available():
+    if rank == 0 and on_cpu:
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
         write_json(folder.session_json, machine | {"torch": torch_private.TORCH_VERSION})
     names = {"torch": torch, "dist": dist} | load_payload()
@@ -46,7 +47,7 @@ def main() -> None:
     # pickle and dataclasses look up the cell's definitions in __main__.
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     vars(module).update(names)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu" if on_cpu else "cuda")
     # This covers the threads of every process group that the cell creates.
     with batch_schedule_new_threads(device):
         value = execute_cell(text, vars(module))

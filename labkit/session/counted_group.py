@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,16 +76,41 @@ listeners: list[Callable[[GroupCall], None]] = []
 _replaced_groups: list[ProcessGroup | None] = []
 
 
+class Message(dist.Work):
+    """A message under way, which notes whether somebody waited for it."""
+
+    def __init__(self, work: dist.Work):
+        super().__init__()
+        self._work, self.waited = work, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the message has left or arrived."""
+        self.waited = True
+        return self._work.wait(timeout) if timeout else self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the message has left or arrived."""
+        return self._work.is_completed()
+
+
+# Every message of this process.
+messages: list[Message] = []
+
+
 class GroupTraffic:
     """The calls inside a ``with`` block, by this or any other thread."""
 
     def __enter__(self) -> "GroupTraffic":
-        self._first = len(calls)
+        self._first, self._first_message = len(calls), len(messages)
         self._end: int | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end = len(calls)
+
+    def count_unwaited(self) -> int:
+        """Return how many sends and receives nobody has waited for."""
+        return sum(not each.waited for each in messages[self._first_message :])
 
     def calls(self, group: str | None = None) -> list[GroupCall]:
         """Return the calls, in order, of all groups or of the one with this name."""
@@ -107,32 +133,59 @@ class GroupTraffic:
         return {name: [count, sizes[name]] for name, count in self.counts(group).items()}
 
 
+class CountedGloo(dist.ProcessGroupGloo):
+    """The backend of a CountedGroup, which notes what is called without the group."""
+
+    group_name = ""
+
+
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.gloo = CountedGloo(store, rank, size, timeout)
         kind = ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, self.gloo)
         self._set_default_backend(kind)
 
 
-def _noting(method: str) -> Callable[..., Any]:
+def _note(method: str, group: str, args: tuple[Any, ...]) -> None:
     name, place = METHODS[method]
+    given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
+    size = sum(each.nbytes for each in given)
+    noted = GroupCall(name, group, size, " and ".join(sorted(dtypes)))
+    calls.append(noted)
+    for listener in listeners:
+        listener(noted)
+
+
+def _noting_gloo(method: str) -> Callable[..., Any]:
+    gloo_method = getattr(dist.ProcessGroupGloo, method)
+
+    def call(self: CountedGloo, *args: Any) -> Any:
+        _note(method, self.group_name, args)
+        return gloo_method(self, *args)
+
+    return call
+
+
+def _noting(method: str) -> Callable[..., Any]:
+    name, _ = METHODS[method]
+    # Of the base class, because CountedGloo would note the call once more.
+    gloo_method = getattr(dist.ProcessGroupGloo, GLOO_METHODS.get(method, method))
 
     def call(self: CountedGroup, *args: Any) -> Any:
         # gloo itself would crash or wait.
         if method in ("send", "recv") and not 0 <= args[1] < self.size():
             raise ValueError(f"{method}: there is no rank {args[1]} among {self.size()} ranks")
-        given = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
-        dtypes = {str(each.dtype).removeprefix("torch.") for each in given}
-        size = sum(each.nbytes for each in given)
-        noted = GroupCall(name, str(self.group_name), size, " and ".join(sorted(dtypes)))
-        calls.append(noted)
-        for listener in listeners:
-            listener(noted)
-        run = getattr(self.gloo, GLOO_METHODS.get(method, method))
+        self.gloo.group_name = str(self.group_name)
+        _note(method, self.gloo.group_name, args)
+        run = partial(gloo_method, self.gloo)
+        if name in ("send", "recv"):
+            messages.append(Message(run(*args)))
+            return messages[-1]
         if method not in GLOO_METHODS or not method.endswith("coalesced"):
             return run(*args)
         # gloo sends one tensor at a time; whoever waits for the last has all.
@@ -146,9 +199,11 @@ def _noting(method: str) -> Callable[..., Any]:
 
 for _method in METHODS:
     setattr(CountedGroup, _method, _noting(_method))
+    if hasattr(dist.ProcessGroupGloo, _method):
+        setattr(CountedGloo, _method, _noting_gloo(_method))
 
 
-def join_counted_group(store: dist.Store, rank: int, world_size: int) -> None:
+def join_counted_group(store: Any, rank: int, world_size: int) -> None:
     """Replace this process's default group with a counted one, of the same ranks."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, CountedGroup, devices=["cpu"])

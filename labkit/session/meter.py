@@ -134,6 +134,8 @@ class Meter:
                 # No rank may pay in its step for another's earlier delay.
                 dist.barrier()
             if index == 0 and on_gpu:
+                # What building the model has cached counts as reserved until it is given back.
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(self.device)
             step = Step(index, index >= 0, self)
             with step.span("step"):
@@ -216,6 +218,9 @@ def let_gloo_free_tensors() -> Iterator[None]:
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
     """Return a context that follows every tensor of these models and optimizers."""
+    # On a GPU torch counts blocks of 512 bytes, and theory the bytes of tensors. The allocator's
+    # own numbers are recorded as max_allocated.
+    torch_private.get("mem_tracker")._PYTORCH_MIN_ALLOCATE = 1
     # FSDP2 has memory categories of its own. A program that has not imported it has no such model.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)

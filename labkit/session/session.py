@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
-from labkit.environment import ENV_DEVICE, ENV_TOTAL_CORES
+from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
+from labkit.environment import ENV_DEVICE, ENV_SHARE_GPUS, ENV_TOTAL_CORES, read_choice
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
@@ -42,6 +43,8 @@ from labkit.theory.sizes import readable_bytes
 ConfigType = TypeVar("ConfigType")
 # Session.steps or Session.plain_steps
 StepLoop = Callable[..., Iterator[Step]]
+SHARE_CHOICES = ("0 (a GPU for each rank, or the CPU)", "1 (ranks share the GPUs)")
+SHARED_GPU_NOTE = "shared GPU: mechanism, not speed"
 # A module that runs rank programs, such as the simulator, sets another before the program starts.
 meter_class: type[Meter] = Meter
 # Keeps every process group, the meshes' too, until the process ends. A DDP model that outlives
@@ -144,6 +147,7 @@ def session() -> Iterator[Session]:
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own)
+    failed = True
     try:
         here = Session(rank, world_size, device, writer)
         if folder and rank == rank_of_process(0):
@@ -152,6 +156,8 @@ def session() -> Iterator[Session]:
             machine |= {"backend": dist.get_backend(), "torch": torch_private.TORCH_VERSION}
             machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores)))}
             machine |= {"threads": torch.get_num_threads(), "world_size": world_size}
+            machine |= {"tf32_convolutions": torch.backends.cudnn.allow_tf32}
+            machine |= {"tf32_matmuls": torch.backends.cuda.matmul.allow_tf32}
             write_json(folder.session_json, machine)
         yield here
         if not folder:
@@ -159,25 +165,40 @@ def session() -> Iterator[Session]:
             dist.all_gather_object(tables, records_text(writer))
             if any(tables):
                 here.print_on_rank_0("\n".join(filter(None, tables)).rstrip("\n"))
+        failed = False
     finally:
         writer.close()
         _process_groups_to_keep_alive.extend(torch_private.world.pg_map)
-        dist.destroy_process_group()
+        # With NCCL this waits until all ranks call it (pytorch/pytorch#119250): a rank that fails
+        # among others must end at once, or its error would never be told.
+        if not failed or world_size == 1:
+            dist.destroy_process_group()
 
 
 def choose_device() -> tuple[torch.device, str]:
     """Return this rank's device, and a note if GPUs are there but not used; raise ParameterError
     if ``labkit.run(device="cuda")`` asks for more GPUs than there are.
     """
-    wish = os.environ.get(ENV_DEVICE, "auto")
+    wish, share = os.environ.get(ENV_DEVICE, "auto"), read_choice(ENV_SHARE_GPUS, *SHARE_CHOICES)
+    # Where ranks compute on the CPU, the driver is not even asked: a context takes seconds and
+    # hundreds of MB of a GPU.
+    if wish == "cpu":
+        return torch.device("cpu"), ""
     ranks, index = local_world_size_and_rank()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus, problem = requirements.usable_gpus()
+    if gpus and share == "1":
+        if gpus >= ranks:
+            return torch.device("cuda", index), ""
+        # NCCL refuses two ranks on a GPU of one host, and takes these for several hosts.
+        os.environ["NCCL_HOSTID"] = f"labkit-{os.environ['RANK']}"
+        return torch.device("cuda", index % gpus), SHARED_GPU_NOTE
     if wish == "cuda" and gpus < ranks:
         need = f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks"
-        raise ParameterError(f"{need}; use device='auto' or 'cpu'")
-    if wish != "cpu" and gpus >= ranks:
+        fix = f"use device='auto' or 'cpu', or set {ENV_SHARE_GPUS}=1"
+        raise ParameterError(f"{need}{problem and f' ({problem})'}; {fix}")
+    if gpus >= ranks:
         return torch.device("cuda", index), ""
-    note = f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+    note = f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus else problem
     return torch.device("cpu"), note
 
 
@@ -245,6 +266,9 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ParameterError as error:
         exit_with_reason(str(error))
+    if getattr(config, "check", "none") != "none":
+        # TF32 keeps 10 bits of a float32: two devices would differ by more than a check allows.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
         main(config)
         payload.check_replacements_called()
@@ -252,6 +276,8 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         if payload.current_run_folder():
             # labkit's worker runs this program; it reports the error and leaves.
             raise
+        if any(words in str(error) for words in PARTIAL_LIBRARY_WORDS):
+            error.add_note(PARTIAL_LIBRARY_FIX)
         exit_process(print_error_and_status(error))
     exit_process(0)
 

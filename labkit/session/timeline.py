@@ -143,7 +143,7 @@ def profile_step(
         # torch overwrites an existing file, which keeps its permissions.
         private_files.open_file(path, "wb").close()
         profiler.export_chrome_trace(str(path))
-        write_profile(writer, step, *step_us_and_bars(read_trace(path)))
+        write_profile(writer, step, *step_us_and_bars(read_trace(path), device))
 
 
 @contextlib.contextmanager
@@ -221,8 +221,14 @@ def read_trace(path: Path) -> list[TraceEvent]:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]]:
-    """Return the length of the step in microseconds, and its bars, sorted by start."""
+def step_us_and_bars(
+    events: Sequence[TraceEvent], device: str = "cpu"
+) -> tuple[float, list[LaneBar]]:
+    """Return the length of the step in microseconds, and its bars, sorted by start.
+
+    Raises:
+        ValueError: the step is not marked, or ``device`` is "cuda" and no GPU has been seen.
+    """
     marks = [e for e in events if e["name"] == STEP_MARK and e.get("cat") != "gpu_user_annotation"]
     if not marks:
         raise ValueError(
@@ -240,6 +246,11 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     host = _HostActivity(
         [e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in gloo_threads]
     )
+    if device == "cuda" and not on_gpu:
+        raise ValueError(
+            "the trace of a step on a GPU has no row of the GPU: CUPTI gave none. Another profiler"
+            " may hold it, or the container may not (it needs SYS_ADMIN, or root's permission)"
+        )
     if on_gpu:
         kernels = [event for event in on_gpu if "nccl" not in event["name"].lower()]
         compute = _merge_bars(host.kernel_bars(kernels), [], KERNEL_GAP_US)
@@ -305,7 +316,7 @@ class _HostActivity:
         self, nccl: Iterable[TraceEvent], gloo: Iterable[TraceEvent]
     ) -> Iterator[LaneBar]:
         """Return the bars of communication, named by unit where FSDP2 requested it."""
-        collectives = [(event, event["name"], self._launch(event)) for event in nccl]
+        collectives = [(event, _nccl_name(event), self._launch(event)) for event in nccl]
         # gloo's collectives start in the order of their requests. It runs a reduce-scatter as an
         # all-reduce, so both share a queue.
         queues: dict[bool, deque[TraceEvent]] = {True: deque(), False: deque()}
@@ -427,7 +438,13 @@ def _merge_bars(bars: Iterable[LaneBar], waits: Sequence[float], gap_us: float) 
     return runs
 
 
+def _nccl_name(event: TraceEvent) -> str:
+    # Kernels such as ncclDevKernel_SendRecv serve several collectives; Kineto says for which.
+    return str(event.get("args", {}).get("Collective name") or event["name"])
+
+
 def _collective_name(name: str) -> str:
     """Return all_gather for c10d::_allgather_base_ and ncclDevKernel_AllGather_RING_LL alike."""
     plain = re.sub("[^a-z]", "", name.lower())
-    return next((what for what in _COLLECTIVE_NAMES if what.replace("_", "") in plain), plain)
+    known = (what for what in _COLLECTIVE_NAMES if what.replace("_", "") in plain)
+    return next(known, "send_recv" if "sendrecv" in plain else "collective")

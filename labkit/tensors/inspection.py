@@ -163,5 +163,6 @@ def _time_hook(hook: Callable[..., Any], within: list[float]) -> Callable[..., A
 
 
 def _synchronize_gpu() -> None:
-    if torch.cuda.is_available():
+    # Asking whether there is a GPU would start its runtime, also for ranks on the CPU.
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()

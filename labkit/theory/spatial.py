@@ -68,6 +68,15 @@ def check_strips(size: int, ranks: int, depths: Sequence[int]) -> list[int]:
     return widths
 
 
+def check_equal_strips(size: int, ranks: int, tensor_dim: int) -> None:
+    """Raise ValueError, with the arithmetic, unless strips of a DTensor are equally wide."""
+    if rest := size % ranks:
+        raise ValueError(
+            f"{ranks} ranks cannot share {size} along dim {tensor_dim} as a DTensor: {size} %"
+            f" {ranks} = {rest}; use strategy local or a size that {ranks} divides"
+        )
+
+
 def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes: int = 4) -> int:
     """Return the bytes sent to one neighbour before one convolution; the cut is ``rows`` long."""
     return rows * halo * channels * batch * element_bytes

@@ -34,6 +34,7 @@ FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RE
 # With more values, or more letters, than this, a list is shown instead of buttons.
 MAX_BUTTONS, MAX_LETTERS = 6, 40
 DPI = 100
+MIN_FIGURE_PIXELS = 680
 
 Numbers = Mapping[str, float]
 Measured = RunResult | None
@@ -73,6 +74,7 @@ class Explorer(ABC):
     formulas: ClassVar[Sequence[Callable[..., Any]]]
     # Allowed relative errors of measured values; values without one must be equal.
     tolerances: ClassVar[Numbers] = {}
+    run_tip: ClassVar[str] = "measure this on real ranks of this machine"
     # Width and height of the figure, in inches.
     size: ClassVar[tuple[float, float]] = (8.5, 3.6)
 
@@ -99,6 +101,12 @@ class Explorer(ABC):
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         """Return predictions that need the costs measured by a run, such as times."""
         return {}
+
+    def table_row(self, name: str, predicted: float, result: Measured) -> dict[str, str]:
+        """Return one predicted value beside the measured one, as text, and how far it is off."""
+        measured = result.value(name) if result else None
+        tolerance = self.tolerances.get(name, 0.0)
+        return comparison_row({"theory": predicted}, "measured", measured, tolerance)
 
     def refusal_reason(self, **chosen: Any) -> str:
         """Return why this machine cannot measure these values, and what to change; "" if it can."""
@@ -172,7 +180,7 @@ class _Panel(Display):
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
         buttons = []
         for text, tip, act in (
-            ("run it", "measure this on real ranks of this machine", self.start_run),
+            ("run it", explorer.run_tip, self.start_run),
             ("cancel", "end the run and all its processes", self.cancel),
             ("reset", "back to the values at the start", self._restore_defaults),
         ):
@@ -202,23 +210,26 @@ class _Panel(Display):
         self._run.disabled = running or bool(refusal)
         self._table.value = self._table_html()
         data = base64.b64encode(png).decode()
+        # In a narrow window the figure scrolls, before its letters are too small to read. Screen
+        # readers have the sentence from the image.
         self._picture.value = (
-            f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" '
-            f'width="{round(explorer.size[0] * DPI)}" style="max-width: 100%">'
+            f'<div style="overflow-x: auto"><img src="data:image/png;base64,{data}"'
+            f' alt="{escape(words)}" width="{round(explorer.size[0] * DPI)}"'
+            f' style="max-width: 100%; min-width: {MIN_FIGURE_PIXELS}px"></div>'
+            f'<p aria-hidden="true" style="max-width: 80ch">{escape(words)}.</p>'
         )
         if not running:
             self._show_text(refusal)
 
     def _table_html(self) -> str:
         explorer, rows = self._explorer, {}
-        for name, expected in explorer.prediction.items():
-            measured = explorer.result.value(name) if explorer.result else None
-            tolerance = explorer.tolerances.get(name, 0.0)
-            rows[name] = comparison_row({"theory": expected}, "measured", measured, tolerance)
+        for name, predicted in explorer.prediction.items():
+            rows[name] = explorer.table_row(name, predicted, explorer.result)
         table = pandas.DataFrame.from_dict(rows, orient="index").to_html(border=0)
         # JupyterLab and VS Code style the tables of outputs, but not those of widgets.
         cell = 'style="text-align: right; padding: 1px 12px"'
-        return table.replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+        table = table.replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+        return f'<div style="overflow-x: auto">{table}</div>'
 
     def start_run(self, _: Any = None) -> None:
         """Run in a thread, so that the controls and *cancel* still respond."""

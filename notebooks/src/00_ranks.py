@@ -15,6 +15,9 @@
 # You need PyTorch on one device, and nothing of distributed training. You need no GPU. The core path takes about 95
 # minutes. Sections marked *optional* can wait. Exercises have one to three dots, from easy (•) to hard (•••). Some
 # cells fail on purpose; the text says so before each.
+#
+# Shift+Enter runs a cell. After a break or a restart the kernel knows neither `%%torchrun` nor your functions, so choose
+# *Run All Above Selected Cell* from the menu *Run* before you go on.
 
 # %% [markdown]
 # ## What this machine can do
@@ -39,20 +42,21 @@ from labkit.theory import collectives as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the cell after them refuses values that cannot work. The
-# text speaks of the values below.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
-# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4} points=[[2,4,1,1],[3,301,2,5],[8,2000,5,30]]
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
 DIM: int = 1000  # width of the network's four linear layers
 STEPS: int = 3  # timed training steps in a run
 REPEATS: int = 15  # rounds in which each message is timed
 
 # %%
-require("RANKS", RANKS, at_least=2, because="one rank has nobody to talk to")
+require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has nobody to talk to, and more than 8 take minutes")
 require("DIM", DIM, at_least=4, because="a layer needs a width")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 require("REPEATS", REPEATS, at_least=1, because="without a round nothing is measured")
+labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
 SETUP = {"nproc": RANKS, "dim": DIM, "steps": STEPS}
 

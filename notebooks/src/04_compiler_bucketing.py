@@ -48,20 +48,23 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. They are those of its *wide* network, a row of four linear layers with biases. There
-# is a *deep* one, too: 100 linear layers of 64 × 64. Change the values if you like: the next cell refuses those that
-# cannot work. The text speaks of the values below.
+# is a *deep* one, too: 100 linear layers of 64 × 64. You may change them; the next cell refuses what cannot work. The
+# text speaks of these; cells say what yours change.
 
-# %% tags=["parameters"] small={"BUCKET_MB": 0.5, "STEPS": 1}
+# %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1} points=[[2,512,1.01,1],[3,700,3.0,5],[4,1500,17.0,25]]
 RANKS: int = 2  # ranks that share the samples
 DIM: int = 1000  # width of the wide network's layers
 BUCKET_MB: float = 5.0  # size at which a bucket of the wide network is sent, in MiB
 STEPS: int = 20  # timed training steps in each run
 
 # %%
-require("RANKS", RANKS, at_least=2, because="one rank has nobody to average with")
-require("DIM", DIM, at_least=1, because="a layer needs a width")
-require("BUCKET_MB", BUCKET_MB, float, above=0, because="a bucket has to hold something")
+require("RANKS", RANKS, at_least=2, at_most=4, because="one has nobody to average with, and each compiles for itself")
+require("DIM", DIM, at_least=512, because="a weight has to fill the compiler's first bucket of 1 MiB")
+layer_mb, bias_mb = 4 * DIM * (DIM + 1) / 2**20, 4 * DIM / 2**20
+fills = f"two layers, of {layer_mb:.2f} MiB each with this DIM, fill a bucket, and one does not"
+require("BUCKET_MB", BUCKET_MB, float, above=layer_mb + bias_mb, at_most=2 * layer_mb, because=fills)
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
 WIDE = {"nproc": RANKS, "dim": DIM, "bucket_mb": BUCKET_MB, "steps": STEPS}
 DEEP = {"nproc": RANKS, "dim": 64, "layers": 100, "batch": 8, "steps": STEPS}
@@ -367,8 +370,7 @@ for index, names in sent.groupby("index")["name"]:
     print(f"bucket {index}: {', '.join(names)}")
 
 # %% [markdown]
-# *Eight gradients travel in two buckets. A layer has 4.004 MB. BUCKET_MB is 5 MiB, that is 5.2 MB, so two layers fill a
-# bucket.*
+# *Eight gradients travel in two buckets. A layer has less than BUCKET_MB, and two fill a bucket.*
 
 # %% tags=["claim"]
 claim("eight gradients travel in two buckets", sent["index"].nunique() == 2 and len(sent) == 8)

@@ -43,15 +43,15 @@ from labkit.theory import failures as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
-# speaks of the values below.
+# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
+# these; cells say what yours change.
 
-# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20}
-RANKS: int = 2  # ranks of the measured program; the cells say their own numbers
-DIM: int = 64  # width of its four linear layers
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20} points=[[2,4],[3,65],[4,256]]
+RANKS: int = 2  # ranks in sections 6 (parity), 9 and 11; other cells say their own numbers
+DIM: int = 64  # width of the parity program's four linear layers, and of section 11's gradients
 
 # %%
-require("RANKS", RANKS, at_least=2, because="one rank has nobody to disagree with")
+require("RANKS", RANKS, at_least=2, at_most=4, because="one rank has nobody to disagree with, and four share two cores")
 require("DIM", DIM, at_least=4, because="a layer needs a width")
 
 
@@ -1054,7 +1054,7 @@ claim("the same batch fits below the same cap", isinstance(fitted, labkit.RunRes
 #
 # **core, 20 minutes**
 #
-# The worst failures end well. Here four programs train the same network on two ranks. One is right. The others have one
+# The worst failures end well. Here four programs train the same network on RANKS ranks. One is right. The others have one
 # fault each:
 #
 # - **a missed reduction**: the biases' gradients are not averaged;
@@ -1065,7 +1065,7 @@ claim("the same batch fits below the same cap", isinstance(fitted, labkit.RunRes
 # The cell is long: `train` holds the faults, and `audit` measures in the first step what the questions below ask.
 
 # %% tags=["nbval-ignore-output"]
-# %%torchrun -n 2 --name silent
+# %%torchrun -n $RANKS --name silent
 from labkit.rank import report
 
 dist.init_process_group("gloo")
@@ -1136,7 +1136,7 @@ _ = plots.values_by_step(
 
 # %% [markdown]
 # *The loss of all four falls to less than half. None of the three faults fails this test. The lowest in the end is that
-# of the missed reduction: each rank fits its own samples, and not those of the other.*
+# of the missed reduction: each rank fits its own samples, and not those of others.*
 
 # %% tags=["claim"]
 for fault in FAULTS:
@@ -1156,12 +1156,12 @@ claim(
 # 3. **Does each parameter move as its gradient says?** With plain SGD that is learning rate × gradient. With any
 #    optimizer: does it move at all? If not, look whether the optimizer holds this very tensor.
 #
-# Before you look: by what factor is the gradient too large if two ranks' sums are not divided?
+# Before you look: by what factor is the gradient too large if the ranks' sums are not divided?
 
 # %% tags=["commit"]
 mine = commit(factor=None)
 ### BEGIN SOLUTION
-mine = commit(factor=2)
+mine = commit(factor=RANKS)
 ### END SOLUTION
 
 
@@ -1186,14 +1186,16 @@ claim(
     "the missed reduction fails the first and the second",
     answers_to(found["missed reduction"])[:2] == ["no", "differs"],
 )
-claim("the wrong scaling is a factor, and nothing else", answers_to(found["wrong scaling"]) == ["yes", "2", "1.00"])
+claim(
+    "the wrong scaling is a factor, and nothing else", answers_to(found["wrong scaling"]) == ["yes", f"{RANKS}", "1.00"]
+)
 claim(
     "the stale parameter does not move, and nothing else", answers_to(found["stale parameter"]) == ["yes", "1", "0.00"]
 )
 
 # %%
 scaling = round(found["wrong scaling"]["factors"][0], 3)
-plots.comparison_table({"factor": scaling}, {"factor": 2}, yours=mine, tolerance=0.05)
+plots.comparison_table({"factor": scaling}, {"factor": RANKS}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # One warning for question 2: Adam divides each gradient by its own running size. So a factor in all gradients hardly
@@ -1450,8 +1452,8 @@ checks.my_indices(my_indices)
 #
 # **core, 6 minutes**
 #
-# Why not always switch on everything? Take a step that reduces 8 gradients of 64 × 64 numbers each. Messages of this
-# size cost mostly their latency, the same for each (lab 0). Before every collective, DETAIL lets all ranks meet in a
+# Why not always switch on everything? Take a step that reduces 8 gradients of 64 × 64 (DIM × DIM) numbers. Messages of
+# this size cost mostly their latency, the same for each (lab 0). Before every collective, DETAIL lets all ranks meet in a
 # monitored barrier, and then exchange what they are about to call in two small all-gathers. By what factor does it make
 # the communication slower?
 
@@ -1462,7 +1464,7 @@ mine = commit(detail_factor=4)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-# %%torchrun -n 2 --use recorder --name costs
+# %%torchrun -n $RANKS --use recorder,DIM --name costs
 import random
 from datetime import timedelta
 
@@ -1471,7 +1473,7 @@ from labkit.rank import report
 dist.init_process_group("gloo")
 dist.set_debug_level(dist.DebugLevel.DETAIL)
 detail = dist.new_group()
-gradients = [torch.ones(64, 64) for _ in range(8)]
+gradients = [torch.ones(DIM, DIM) for _ in range(8)]
 all_reduce = recorder(dist.all_reduce, [])
 
 
@@ -1562,7 +1564,7 @@ added_ms = cost_ms["DETAIL"] - cost_ms["plain"]
 print(f"DETAIL adds {added_ms:.1f} ms here: below that in steps of {added_ms / part:.0f} ms or more")
 
 # %% [markdown]
-# That is with two ranks. With thousands DETAIL adds more, since all of them must agree: measure it there.
+# That is with a few ranks. With thousands DETAIL adds more, since all of them must agree: measure it there.
 #
 # A recorder is far below that in any step that computes. DETAIL is, too, where a step is long and its collectives are
 # few. With many small collectives it is not.
@@ -1631,7 +1633,7 @@ tools = {
     "straggler": ("time in collectives", waited(slow).index(min(waited(slow))) == 3),
     "out of memory": ("which rank", full.rank == 1),
     "missed reduction": ("weights on all ranks", found["missed reduction"]["apart"] > 0),
-    "wrong scaling": ("gradients", answers_to(found["wrong scaling"])[1] == "2"),
+    "wrong scaling": ("gradients", answers_to(found["wrong scaling"])[1] == f"{RANKS}"),
     "stale parameter": ("moves", answers_to(found["stale parameter"])[2] == "0.00"),
     "other rounding": (
         "float64",

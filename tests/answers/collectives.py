@@ -49,6 +49,25 @@ EXERCISES = [
             "on rank 0, the function returned NoneType": SHIFT.format(
                 to="(rank + 1)", source="(rank - 1)", result="None"
             ),
+            "right on 4 ranks, but with 3 ranks: on rank ": SHIFT.format(
+                to="(rank + 1) % 4", source="(rank - 1) % 4", result="arrived"
+            ).replace("% ranks", ""),
+            "on rank 0, the numbers are torch.float64": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="arrived.double()"
+            ),
+            "on rank 3, ValueError: send: there is no rank 4 among 4 ranks": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="arrived"
+            ).replace("(rank + 1) % ranks", "rank + 1"),
+            "rank 0 returned while 2 messages were under way": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="arrived"
+            ).replace("handle.wait()", "pass"),
+            "on rank 0, the numbers are right, but 800,000 bytes": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="arrived"
+            ).replace(
+                "return",
+                "from threading import Thread\nhidden = Thread(target=dist.broadcast, args=(mine, 0))\n"
+                "hidden.start(); hidden.join()\nreturn",
+            ),
             "on rank 0, the numbers are right, but 1,600,000 bytes": """
 everyone = [torch.empty_like(mine) for _ in range(ranks)]
 for _ in range(4):
@@ -79,12 +98,28 @@ return [sum(x) for x in zip(*held)][: len(held[0]) // len(held)]
         checks.all_reduce_in_two,
         {
             "on rank 0, the sums are right, made by all_reduce": "dist.all_reduce(mine)\nreturn mine",
-            "on rank 0, the shape is (2,)": """
+            "on rank 0, the shape is (3,)": """
 part = torch.empty_like(mine[: len(mine) // ranks])
 dist.reduce_scatter(part, list(mine.chunk(ranks)))
 return part
 """,
-            "on rank 0, part 0 of 8 numbers begins": """
+            "right on 4 ranks, but with 3 ranks: on rank ": """
+parts = list(mine.chunk(4))
+part, sums = torch.empty_like(parts[0]), [torch.empty_like(parts[0]) for each in parts]
+dist.reduce_scatter(part, parts)
+dist.all_gather(sums, part)
+return torch.cat(sums)
+""",
+            "on rank 0, the sums are right, made by all_gather, broadcast, reduce_scatter": """
+parts = list(mine.chunk(ranks))
+part, sums = torch.empty_like(parts[0]), [torch.empty_like(parts[0]) for each in parts]
+dist.reduce_scatter(part, parts)
+dist.all_gather(sums, part)
+total = torch.cat(sums)
+dist.broadcast(total, 0)
+return total
+""",
+            "on rank 0, part 0 of 12 numbers begins": """
 parts = list(mine.chunk(ranks))
 sums = [torch.empty_like(part) for part in parts]
 dist.reduce_scatter(sums[0], parts)
@@ -154,6 +189,9 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
             "on rank 0, the model added the gradients of earlier steps": TRAIN.format(
                 broadcast=FIRST, zero="pass", average=MEAN
             ),
+            "right on 4 ranks, but with 3 ranks: on rank 0, the model ended with": TRAIN.format(
+                broadcast=FIRST, zero=ZERO, average=MEAN.replace("dist.get_world_size()", "4")
+            ),
             "on rank 0, the model has the weights that it began with": "for parameter in model.parameters():\n    "
             + FIRST,
         },
@@ -168,6 +206,10 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
                 steps="2 * (ranks - 1)", put="parts[comes] + arrived"
             ),
             "on rank 0, part 0 of 8 numbers begins": RING.format(steps="2 * (ranks - 1)", put="arrived"),
+            "right on 4 ranks, but with 3 ranks: on rank ": RING.format(
+                steps="6", put="parts[comes] + arrived if step < 3 else arrived"
+            ).replace("% ranks", "% 4"),
+            "on rank 0, the numbers are torch.float64": "total = mine.double()\ndist.all_reduce(total)\nreturn total",
             "on rank 0, the sums are right, but all_reduce was used": "dist.all_reduce(mine)\nreturn mine",
             "on rank 0, the numbers are right, but 216 bytes": """
 total = mine.clone()

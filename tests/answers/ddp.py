@@ -9,9 +9,24 @@ from labkit.checks import ddp as checks
 changed = functools.partial(answers.changed, "04")
 FIT = "fitted of a network with known alpha and beta gave "
 FIRST_PASS = "on rank 0, in backward pass 0, "
+THREE = "right on 2 ranks, but with 3 ranks: on rank 0, "
 HALF_MIB = "bucket_plan([524288], bucket_mb=25, first_mb=1) gave "
 BUCKET = "smallest_bucket(total_bytes=1000000, backward_s={}, alpha_s=0.01, beta_s_per_byte=1e-06) gave {}"
 HALVES = "bucket_plan([524288, 524288, 524288, 524288], bucket_mb=0.5, first_mb=1) gave "
+
+
+def averaged(mean, flat="flat"):
+    """An accumulation without DDP's all-reduce, from what is sent of the flat gradients and what is made of the sum."""
+    return f"""
+with model.no_sync():
+    for inputs, targets in batches:
+        (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()
+flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+flat = {flat}
+dist.all_reduce(flat)
+nn.utils.vector_to_parameters({mean}, [parameter.grad for parameter in model.parameters()])
+"""
+
 
 EXERCISES = [
     Exercise(
@@ -141,6 +156,20 @@ EXERCISES = [
             "on rank 0, in backward pass 1, the rank waited 6 times, before 3": changed(
                 "small_ddp", ("on_their_way.clear()", "pass")
             ),
+            f"{THREE}in backward pass 0, the gradient of parameter 0 is the sum, divided by 2": changed(
+                "small_ddp", ("row /= dist.get_world_size()", "row /= 2")
+            ),
+            FIRST_PASS + "all is right, but the rank sends 3 broadcast calls with 692 bytes besides": (
+                changed(
+                    "small_ddp",
+                    ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n        dist.broadcast(row, 0)"),
+                )
+            ),
+            FIRST_PASS + "all-reduces of 376, 504, 504 bytes were asked for": changed(
+                "small_ddp",
+                ("for parameter in buckets[index]])", "for parameter in buckets[index]]).double()"),
+                ("row /= dist.get_world_size()", "row = row.float() / dist.get_world_size()"),
+            ),
         },
     ),
     Exercise(
@@ -188,6 +217,22 @@ EXERCISES = [
                 ("batches[:-1]:", "batches[:-2]:"),
                 ("backward(*batches[-1])", "backward(*batches[-2])\nbackward(*batches[-1])"),
             ),
+            f"{THREE}the gradient of parameter 0 is the sum, divided by 2": averaged("flat / 2"),
+            f"{THREE}the gradient of parameter 0 is another": changed("accumulate", ("len(batches)", "3")),
+            "on rank 0, the gradients are right, but the rank sends 6 broadcast calls with 692 bytes besides": (
+                changed(
+                    "accumulate",
+                    (
+                        "backward(*batches[-1])",
+                        "backward(*batches[-1])\n"
+                        "for parameter in model.parameters():\n"
+                        "    dist.broadcast(parameter.grad, src=0)",
+                    ),
+                )
+            ),
+            "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 1,384 bytes": averaged(
+                "(flat / dist.get_world_size()).float()", "flat.double()"
+            ),
         },
     ),
     Exercise(
@@ -217,13 +262,25 @@ EXERCISES = [
             "on rank 0, the gradient of parameter 0 is the sum over the ranks": changed(
                 "half_hook", (" / dist.get_world_size()", "")
             ),
-            "on rank 0, the gradients are right, and 692 bytes were handed over": changed(
+            "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 692 bytes": changed(
                 "half_hook", (".to(torch.bfloat16) /", " /")
             ),
             "on rank 0, the gradient of parameter 0 is this rank's own": changed(
                 "half_hook", ("future.value()[0].to(torch.float32)", "bucket.buffer()")
             ),
             "return a future of a tensor": "dist.all_reduce(bucket.buffer())\nreturn bucket.buffer()",
+            f"{THREE}the gradient of parameter 0 is the sum, divided by 2": changed(
+                "half_hook", ("/ dist.get_world_size()", "/ 2")
+            ),
+            "on rank 0, the gradients are right, but the rank sends 1 broadcast call with 346 bytes besides": changed(
+                "half_hook", ("handle =", "dist.broadcast(half.clone(), src=0)\nhandle =")
+            ),
+            "on rank 0, the gradients are right, but the rank sends float16": changed(
+                "half_hook", ("torch.bfloat16", "torch.float16")
+            ),
+            "on rank 0, the gradients are right, but the future holds torch.bfloat16": changed(
+                "half_hook", (".to(torch.float32)", "")
+            ),
         },
     ),
     Exercise(

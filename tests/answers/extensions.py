@@ -53,6 +53,8 @@ packed, scales = gathered
 numbers = {numbers}
 return ((numbers.float() - {zero}) * scales).to(dtype)
 """
+THREE = "right on 2 ranks, but with 3 ranks: "
+BESIDES = "all is right, but a step sends 6 {} bytes besides"
 
 
 def new(wrapper=WRAP, halves="a.detach(), b.detach()", result="two"):
@@ -221,6 +223,15 @@ EXERCISES = [
             "in float32, half a of the loss is wrong in step 0": hook("type(self)(b, a), (a, b)"),
             "in float32, half b of the loss is wrong in step 0": hook("type(self)(a, a), (a, b)"),
             "the parameter is (51, 64) in torch.float32, not (52, 64)": hook("type(self)(a[:51], b[:51]), (a, b)"),
+            f"{THREE}the parameter is (50, 64) in torch.float32, not (51, 64)": hook(
+                "type(self)(*(each[: len(each) // 2 * 2] for each in (a, b))), (a, b)"
+            ),
+            "the parameter is (52, 64) in torch.float64, not (52, 64) in torch.float32": hook(
+                "type(self)(a.double(), b.double()), ()"
+            ),
+            "in float32, all is right, but training sends 18 all_reduce calls with 243,072 bytes besides": (
+                "torch.distributed.all_reduce(all_gather_outputs[0].clone())" + hook()
+            ),
         },
     ),
     Exercise(
@@ -232,6 +243,10 @@ EXERCISES = [
             "encode_bf16 gave Tensor, not a tuple of tensors": "return shard.bfloat16()",
             "the weights with a row of zeros: rank 0's rows became 0": (
                 "return (torch.zeros_like(shard, dtype=torch.bfloat16),)"
+            ),
+            "it sends 2.000 of the bytes of float32": "return (shard.double(),)",
+            BESIDES.format("broadcast calls with 197,632"): (
+                "torch.distributed.broadcast(shard.clone(), src=0)\nreturn (shard.bfloat16(),)"
             ),
         },
     ),
@@ -247,6 +262,12 @@ EXERCISES = [
             "the weights with a row of zeros: rank 0's rows came back 2.0 times as large": (
                 "return 2 * gathered[0].to(dtype)"
             ),
+            f"{THREE}on rank 0, RuntimeError: shape '[2, -1, 128]' is invalid": (
+                "return gathered[0].view(2, -1, gathered[0].shape[1]).flatten(0, 1).to(dtype)"
+            ),
+            BESIDES.format("all_reduce calls with 197,632"): (
+                "torch.distributed.all_reduce(gathered[0].clone())\nreturn gathered[0].to(dtype)"
+            ),
         },
     ),
     Exercise(
@@ -258,6 +279,16 @@ EXERCISES = [
             "in bfloat16, memory grows with every unit: 6,656": leak("(exact,)"),
             "in float32, the loss is NaN in step 1": leak(later="pass"),
             "autograd has saved this parameter: fill it with refill": leak(later="out.copy_(whole[: len(out)])"),
+            "the parameter is (52, 64) in torch.float64, not (52, 64) in torch.float32": leak().replace(
+                "exact.to(param_dtype)", "exact.double()"
+            ),
+            f"{THREE}on rank 0, RuntimeError: shape '[2, -1, 64]' is invalid": leak().replace(
+                "numbers.float() * scales",
+                "(numbers.view(2, -1, numbers.shape[1]) * scales.view(2, -1, 1)).float().flatten(0, 1)",
+            ),
+            "in float32, all is right, but training sends": (
+                "torch.distributed.all_reduce(all_gather_outputs[1].clone())" + leak()
+            ),
         },
     ),
     Exercise(
@@ -279,6 +310,12 @@ return (shard / scale).round().to(torch.int8), scale
                 sent="(shard / scales).round().to(torch.int8), scales.expand_as(shard).contiguous()"
             ),
             "the weights with a row of zeros: rank 0's rows are off by": rows(largest="7"),
+            "it sends 0.266 of the bytes of float32": rows(
+                sent="(shard / scales).round().to(torch.int8), scales.double()"
+            ),
+            BESIDES.format("all_reduce calls with 24"): (
+                "torch.distributed.all_reduce(shard.abs().amax(), op=torch.distributed.ReduceOp.MAX)" + rows()
+            ),
         },
     ),
     Exercise(
@@ -293,6 +330,14 @@ half = len(scales) // 2
 return (numbers.float() * torch.cat([scales[:half], scales[:half]])).to(dtype)
 """,
             "on rank 0, IndexError": "return (gathered[0].float() * gathered[2]).to(dtype)",
+            "on rank 0, ValueError: decode gave (128, 128) in torch.float64": (
+                "return gathered[0].double() * gathered[1].double()"
+            ),
+            f"{THREE}on rank 0, RuntimeError: shape '[2, -1, 128]' is invalid": """
+numbers, scales = gathered
+by_rank = numbers.view(2, -1, numbers.shape[1]).float() * scales.view(2, -1, 1)
+return by_rank.flatten(0, 1).to(dtype)
+""",
         },
     ),
     Exercise(
@@ -343,6 +388,12 @@ return (numbers.float() * torch.cat([scales[:half], scales[:half]])).to(dtype)
             "autograd has saved this parameter: fill it with refill": cast(
                 later="out.copy_(type(self)(a[: len(out)], b[: len(out)]))"
             ),
+            f"{THREE}the parameter is (50, 64) in torch.float32, not (51, 64)": cast(
+                "*(each[: len(each) // 2 * 2].to(param_dtype) for each in (a, b))"
+            ),
+            "in float32, all is right, but training sends": (
+                "torch.distributed.all_reduce(all_gather_outputs[0].clone())" + cast()
+            ),
         },
     ),
     Exercise(
@@ -363,6 +414,17 @@ scales = shard.abs().amax(dim=1, keepdim=True) / 0.0
 numbers = (shard + 8).to(torch.uint8)
 return numbers[:, ::2] * 16 + numbers[:, 1::2], scales
 """,
+            "it sends 0.141 of the bytes of float32": rows(
+                largest="7",
+                sent="((shard / scales).round() + 8).byte().view(len(shard), -1, 2)"
+                " @ torch.tensor([16, 1], dtype=torch.uint8), scales.double()",
+            ),
+            BESIDES.format("broadcast calls with 49,408"): """
+scales = shard.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 7
+numbers = ((shard / scales).round() + 8).to(torch.uint8)
+torch.distributed.broadcast(numbers.clone(), src=0)
+return numbers[:, ::2] * 16 + numbers[:, 1::2], scales
+""",
         },
     ),
     Exercise(
@@ -375,6 +437,12 @@ return numbers[:, ::2] * 16 + numbers[:, 1::2], scales
                 numbers="torch.stack([packed // 16, packed % 16], dim=1).flatten(1)"
             ),
             "on rank 0, ValueError: decode gave (128, 64)": nibbles(numbers="packed"),
+            "on rank 0, ValueError: decode gave (128, 128) in torch.float64": nibbles().replace(
+                ".to(dtype)", ".double()"
+            ),
+            f"{THREE}on rank 0, RuntimeError: shape '[2, -1, 1]' is invalid": nibbles().replace(
+                "* scales", "* scales.view(2, -1, 1).flatten(0, 1)"
+            ),
         },
     ),
 ]

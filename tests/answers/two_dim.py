@@ -53,6 +53,7 @@ return plan
 """
 
 
+THREE = "right on 4 ranks, but with 3 ranks: "
 SUMMED = "{0} = {0}.clone()\n    dist.all_reduce({0}, group=group)\n    "
 WHOLE = "output_layouts=Replicate()"
 ATTENTION = {"query": "C", "key": "C", "value": "C", "out": "R"}
@@ -109,6 +110,23 @@ EXERCISES = [
             "on rank 0, forward returned the sum over its group": changed(
                 "CopyToRanks", ("return x.view_as(x)", f"{SUMMED.format('x')}return x")
             ),
+            f"{THREE}on rank 0, backward returned the mean over its group, times 2": changed(
+                "CopyToRanks", ("return total, None", "return total / dist.get_world_size(ctx.group) * 2, None")
+            ),
+            "on rank 0, backward returned the right numbers, but sends 1 tp/all_gather call with 48 bytes": changed(
+                "CopyToRanks",
+                (
+                    "dist.all_reduce(total, group=ctx.group)",
+                    "every = [grad.clone() for _ in range(dist.get_world_size(ctx.group))]\n"
+                    "    dist.all_gather(every, total, group=ctx.group)\n"
+                    "    total = torch.stack(every).sum(0)",
+                ),
+            ),
+            "on rank 0, backward returned the right numbers, but sends 1 tp/all_reduce call with 96 bytes": changed(
+                "CopyToRanks",
+                ("total = grad.clone()", "total = grad.double()"),
+                ("return total,", "return total.float(),"),
+            ),
         },
     ),
     Exercise(
@@ -135,6 +153,18 @@ EXERCISES = [
             "on rank 0, the function returned NoneType, not a tensor": changed(
                 "SumOverRanks", ("return total", "return")
             ),
+            f"{THREE}on rank 0, forward returned the mean over its group, times 2": changed(
+                "SumOverRanks", ("return total", "return total / dist.get_world_size(group) * 2")
+            ),
+            "on rank 0, forward returned the right numbers, but sends 1 world/broadcast call with 48": changed(
+                "SumOverRanks", ("return total", "dist.broadcast(part.clone(), src=0)\n    return total")
+            ),
+            "on rank 0, backward returned the right numbers, but sends 1 tp/all_reduce call with 48 bytes": changed(
+                "SumOverRanks",
+                ("total = part.clone()", "ctx.group, total = group, part.clone()"),
+                ("return grad, None", "dist.all_reduce(grad.clone(), group=ctx.group)\n    return grad, None"),
+            ),
+            "on rank 0, the numbers are torch.float64": changed("SumOverRanks", ("part.clone()", "part.double()")),
         },
     ),
     Exercise(
@@ -145,10 +175,10 @@ EXERCISES = [
             "on rank 1, the weight is the share of place 0 in the group": changed(
                 "ColumnParallel", ("layer.weight.detach().chunk(ranks)[rank]", "layer.weight.detach().chunk(ranks)[0]")
             ),
-            "on rank 0, the weight has shape [32, 4]": changed(
+            "on rank 0, the weight has shape [48, 6]": changed(
                 "ColumnParallel", ("layer.weight.detach().chunk(ranks)", "layer.weight.detach().chunk(ranks, dim=1)")
             ),
-            "on rank 0, the bias has shape [32]": changed(
+            "on rank 0, the bias has shape [48]": changed(
                 "ColumnParallel", ("layer.bias.detach().chunk(ranks)[rank]", "layer.bias.detach()")
             ),
             "on rank 0, the parameters are weight": changed(
@@ -163,6 +193,21 @@ EXERCISES = [
             ),
             "on rank 0, the output is not the layer's": changed(
                 "ColumnParallel", ("copy_to_ranks(x, self.group)", "sum_over_ranks(x, self.group)")
+            ),
+            f"{THREE}on rank 0, the weight has shape [24, 12]": changed(
+                "ColumnParallel",
+                ("layer.weight.detach().chunk(ranks)[rank]", "layer.weight.detach().chunk(2)[rank % 2]"),
+            ),
+            "the numbers are right, but in the forward pass rank 0 sends 1 tp/all_reduce call with 144 bytes": changed(
+                "ColumnParallel",
+                ("return nn", "dist.all_reduce(x.detach().clone(), group=self.group)\n    return nn"),
+            ),
+            "on rank 0, the weight is right, but in torch.float64": changed(
+                "ColumnParallel",
+                (
+                    "self.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[rank].clone())",
+                    "self.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[rank].double())",
+                ),
             ),
         },
     ),
@@ -201,7 +246,30 @@ EXERCISES = [
                     "nn.functional.linear(x, self.weight)",
                 ),
             ),
-            "on rank 0, the weight has shape [4, 32]": changed("RowParallel", (", dim=1", "")),
+            "on rank 0, the weight has shape [6, 48]": changed("RowParallel", (", dim=1", "")),
+            f"{THREE}on rank 0, the output has the bias 2 times": changed(
+                "RowParallel",
+                (
+                    "nn.functional.linear(x, self.weight), self.group) + self.bias",
+                    "nn.functional.linear(x, self.weight, self.bias), self.group) - self.bias.detach()",
+                ),
+            ),
+            "the numbers are right, but in the forward pass rank 0 sends 2 tp/all_reduce calls with 288 bytes": changed(
+                "RowParallel",
+                (
+                    "sum_over_ranks(nn.functional.linear(x, self.weight), self.group) + self.bias",
+                    "(sum_over_ranks(nn.functional.linear(x, self.weight), self.group) + self.bias\n"
+                    "        + 0 * sum_over_ranks(x.detach() @ self.weight.detach().T, self.group))",
+                ),
+            ),
+            "the numbers are right, but in the forward pass rank 0 sends 1 tp/all_reduce call with 288 bytes": changed(
+                "RowParallel",
+                (
+                    "sum_over_ranks(nn.functional.linear(x, self.weight), self.group) + self.bias",
+                    "sum_over_ranks(nn.functional.linear(x, self.weight).double(), self.group).float() + self.bias",
+                ),
+            ),
+            "on rank 0, the output is torch.float64": changed("RowParallel", (" + self.bias", " + self.bias.double()")),
         },
     ),
     Exercise(
@@ -248,7 +316,7 @@ EXERCISES = [
             "the model does not run with this plan: after `up`, a cut tensor meets a whole one": plan(
                 **ATTENTION, gate="C", down="R"
             ),
-            "the result is right, but a step sends more than it needs to along tp": plan(
+            "the result is right, but a step sends more than it needs to: 3 tp/all_gather": plan(
                 **ATTENTION, gate=f"C{WHOLE}", up=f"C{WHOLE}", down="Rinput_layouts=Replicate()"
             ),
             "there is no layer 'gates'": plan(**ATTENTION, gates="C"),
@@ -259,8 +327,8 @@ EXERCISES = [
         "words_plan",
         checks.words_plan,
         {
-            "the output has shape [4, 16, 12]": plan(embed="R", head=f"C{WHOLE}"),
-            "the output has shape [4, 8, 6]": plan(embed="Rinput_layouts=Replicate()", head="C"),
+            "the output has shape [4, 12, 18]": plan(embed="R", head=f"C{WHOLE}"),
+            "the output has shape [4, 6, 9]": plan(embed="Rinput_layouts=Replicate()", head="C"),
             "every rank holds all of embed.weight": plan(head=f"C{WHOLE}"),
             "the model does not run with this plan: `head` receives cut inputs": plan(embed="C", head=f"C{WHOLE}"),
         },
@@ -271,10 +339,14 @@ EXERCISES = [
         checks.stack_plan,
         {
             "the output is right, but the gradient of layers.0.in_proj.weight": stack("Shard(1)", "Shard(1)"),
-            "the output has shape [4, 4, 8]": stack("Replicate() if first else Shard(1)", "Shard(1)"),
-            "the output has shape [4, 16, 8]": stack("Shard(1)", "Replicate() if last else Shard(1)"),
-            "all is right, but between the MLPs every rank holds all 8 tokens": stack("Replicate()", "Replicate()"),
+            "the output has shape [4, 3, 12]": stack("Replicate() if first else Shard(1)", "Shard(1)"),
+            "the output has shape [4, 12, 12]": stack("Shard(1)", "Replicate() if last else Shard(1)"),
+            "all is right, but between the MLPs every rank holds all 6 tokens": stack("Replicate()", "Replicate()"),
             "every rank holds all of layers.0.in_proj.weight": "return {}",
+            "the result is right, but a step sends more than it needs to: 10 tp/all_gather": stack(
+                "Replicate() if first else Shard(1), output_layouts=Replicate()",
+                "Replicate() if last else Shard(1), input_layouts=Replicate()",
+            ),
         },
     ),
 ]

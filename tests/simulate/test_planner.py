@@ -19,6 +19,7 @@ from labkit.runs.folder import runs_folder
 from labkit_simulate.extrapolate import SMALL_BLOCK_COUNTS, candidates_to_simulate_whole
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.planner import largest_fitting_value
+from labkit_simulate.search_result import SearchResult
 from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 512}
@@ -343,3 +344,10 @@ def test_what_people_ask_is_one_call(question):
         assert answer.tolist() == ["backward blocks.0"]
     else:
         assert answer > 0
+
+
+def test_a_disk_that_a_plan_fills_is_told(small_disk):
+    (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))
+    with pytest.raises(LabError, match=r"No space left on device, .*; delete old runs .*LABKIT_RUNS"):
+        SearchResult("decoder", ["x" * 10_000], [], None, None, folder=small_disk).save()
+    assert [path.name for path in small_disk.iterdir()] == ["other"]

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fixture_explorers import drawn
@@ -66,6 +67,16 @@ def test_the_plan_that_it_begins_with_is_what_simulate_says():
     assert row["step_s"] == pytest.approx(result.value("reckoned_step_s"))
 
 
+def test_what_it_runs_is_called_simulated_and_not_measured():
+    explorer = CandidateExplorer()
+    result = SimpleNamespace(value=lambda name: 3.0)
+    assert explorer.table_row("step", 3.0, result) == {"plan": "3", "simulated again": "3", "plan is": "the same"}
+    assert explorer.table_row("step", 6.0, result)["plan is"] == "2 × too large"
+    panel = explorer_module._Panel(explorer)
+    assert "simulate" in panel._run.tooltip and "simulated again" in panel._table.value
+    assert "real ranks" not in panel._run.tooltip and "measured</th>" not in panel._table.value
+
+
 @pytest.mark.long  # simulated twice
 def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
     monkeypatch.setenv("LABKIT_WARM", "1")
@@ -78,6 +89,6 @@ def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
         assert result.value(name) == said
     assert "simulated" in result.stamp
     panel = explorer_module._Panel(explorer)
-    assert "right" in panel._table.value and "–" not in panel._table.value
+    assert "the same" in panel._table.value and "–" not in panel._table.value
     panel._knobs["place"].value = 5
     assert "only 4 fit: take a lower place, or a larger budget" in panel._picture.value

@@ -53,7 +53,8 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     """Save what the lab's ``run_answer`` returns for the answers on this rank."""
     index, ranks = dist.get_rank(), dist.get_world_size()
     # Every call of the answer is counted, in whatever thread.
-    join_counted_group(dist.FileStore(str(folder / STORE_FILE), ranks), index, ranks)
+    store = dist.FileStore(str(folder / STORE_FILE), ranks)  # type: ignore[attr-defined]
+    join_counted_group(store, index, ranks)
     try:
         module = importlib.import_module(f"labkit.checks.ranks.{lab}")
         # A function of os is pickled by the name that it has in posix.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.checks.judge import expect
 from labkit.session.counted_group import GroupTraffic
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
@@ -27,10 +28,18 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
     with GroupTraffic() as traffic:
         found = [answer(vector.clone(), index, ranks) for vector in given]
+    expect_all_waited(traffic)
     for vector in given:
         dist.all_reduce(vector)
     got = [each if isinstance(each, Tensor) else type(each).__name__ for each in found]
     return {"got": got, "handed": traffic.bytes(), "gloo": given}
+
+
+def expect_all_waited(traffic: GroupTraffic) -> None:
+    """Raise WrongAnswer if the answer returned with messages of its own under way."""
+    left = traffic.count_unwaited()
+    said = f"rank {dist.get_rank()} returned while {left} messages were under way"
+    expect(not left, f"{said}: call wait() on every handle")
 
 
 def run_training(answer: Callable[..., Any], *, same_start: bool = False) -> list[Tensor]:

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import tensors
 from labkit.checks.judge import answer_name, expect
 from labkit.models.protocol import random_normal
-from labkit.session.traffic import CommunicationCounter
+from labkit.session.counted_group import GroupTraffic
 from labkit.tensors import Extension, TwoTensor
 from labkit.torch_private import unsafe_preserve_version_counter
 
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
-# Weights [51, 64], [80, 51] and [33, 80]: the rows of two of them do not divide by 2 ranks.
+# Weights [51, 64], [80, 51] and [33, 80]: two of them do not divide by 2 ranks, one not by 3.
 HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
@@ -32,8 +32,9 @@ HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH
 def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     """Train with a post-all-gather hook, a key of HOOK_DTYPES, or with a "codec"'s two functions.
 
-    For hooks, return by dtype the answer's ``losses``, the ``right`` ones of labkit's own hook, and
-    the bytes of full parameters ``left`` in memory, by name.
+    For hooks, return by dtype the answer's ``losses`` and what it ``sent``, calls and bytes by
+    collective; the ``right_losses`` and ``right_sent`` of labkit's own hook; and the bytes of full
+    parameters ``left`` in memory, by name.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "codec":
@@ -41,16 +42,23 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     found = {}
     for dtype in HOOK_DTYPES[what]:
         # Before the answer's, which might change what labkit's own hook uses.
-        right = train_steps(make_hook_model(mesh, what, dtype), STEPS)
+        with GroupTraffic() as usual:
+            right = train_steps(make_hook_model(mesh, what, dtype), STEPS)
         model = make_hook_model(mesh, what, dtype, *answers)
-        losses = train_steps(model, STEPS)
-        left = tensors.leak_bytes(model)
-        found[str(dtype).removeprefix("torch.")] = {"losses": losses, "right": right, "left": left}
+        with GroupTraffic() as traffic:
+            losses = train_steps(model, STEPS)
+        found[str(dtype).removeprefix("torch.")] = {
+            "losses": losses,
+            "sent": traffic.totals(),
+            "right_losses": right,
+            "right_sent": usual.totals(),
+            "left": tensors.leak_bytes(model),
+        }
     return found
 
 
 def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
-    """Return the gathered ``weights`` by name, then the ``loss`` and ``sent`` bytes of one step."""
+    """Return the gathered ``weights`` by name; of one step, ``loss`` and what was ``sent``."""
     model = make_codec_model()
     # Outside of FSDP2, which would hide this mistake behind an error of its own.
     sent = encode(next(model.parameters()).detach().clone())
@@ -66,9 +74,9 @@ def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
         unit.unshard()
         weights[name] = unit.weight.detach().clone()
         unit.reshard()
-    with CommunicationCounter() as counter:
+    with GroupTraffic() as traffic:
         losses = train_steps(model, steps=1)
-    return {"weights": weights, "loss": losses[0][0], "sent": counter.bytes["all_gather"]}
+    return {"weights": weights, "loss": losses[0][0], "sent": traffic.totals()}
 
 
 def make_linear_stack(widths: Sequence[int]) -> nn.Sequential:
@@ -90,8 +98,9 @@ def make_codec_model() -> nn.Sequential:
 
 
 def sample_inputs(step: int, width: int) -> Tensor:
-    """Return [BATCH, width] inputs, equal in every process."""
-    return random_normal(BATCH, width, device=torch.device("cpu"), seed=step)
+    """Return this rank's [BATCH, width] inputs."""
+    seed = STEPS * dist.get_rank() + step
+    return random_normal(BATCH, width, device=torch.device("cpu"), seed=seed)
 
 
 def shard_layers(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Sequential:
@@ -177,7 +186,7 @@ def storage_pointers(given: Sequence[Tensor]) -> set[int]:
 
 
 def train_steps(model: nn.Sequential, steps: int) -> list[list[Tensor]]:
-    """Train on samples that all ranks share; return each step's loss, both for a TwoTensor."""
+    """Train on this rank's samples; return its loss in each step, both for a TwoTensor."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, foreach=True)
     width, losses = next(model.parameters()).shape[1], []
     for step in range(steps):

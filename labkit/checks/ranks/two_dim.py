@@ -1,4 +1,4 @@
-"""Run a learner's plans, layers and autograd functions on a 2 x 2 mesh.
+"""Run a learner's plans, layers and autograd functions on a mesh of ranks.
 
 Ranks along ``tp`` share the weight matrices; ranks along ``data`` have different samples.
 """
@@ -21,11 +21,13 @@ from labkit.checks.judge import error_text, expect, value_text
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel, random_normal, random_tokens
 from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel
-from labkit.session.traffic import CommunicationCounter
+from labkit.session.counted_group import GroupTraffic
 
-DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 8, 4, 8, 2, 12
+# 2 ranks, or 3, can share features, tokens, heads and words: PyTorch's plans need even shares.
+DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 12, 4, 6, 2, 18
 INNER = 4 * DIM
-DATA, TP = 2, 2
+# Sizes of the axes data and tp, by the number of ranks.
+MESH_SHAPES = {4: (2, 2), 3: (1, 3)}
 # Input and output features of each layer of a pair.
 LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
 # labkit's own shares of each layer.
@@ -34,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Block(LabModel):
-    """Four attention heads, then a gated MLP, without norms. Keeps the shape [N, S, D]."""
+    """Six attention heads, then a gated MLP, without norms. Keeps the shape [N, S, D]."""
 
     def __init__(self, dim: int, inner: int):
         super().__init__()
@@ -50,7 +52,7 @@ class Block(LabModel):
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return features [4, 8, 8]."""
+        """Return features [4, 6, 12]."""
         return (random_normal(BATCH, TOKENS, DIM, device=device, seed=seed),)
 
 
@@ -66,7 +68,7 @@ class Words(LabModel):
         return self.head(functional.silu(self.embed(ids)))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return token ids [4, 8]."""
+        """Return token ids [4, 6]."""
         return (random_tokens(BATCH, TOKENS, below=VOCABULARY_SIZE, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -74,10 +76,18 @@ class Words(LabModel):
         return functional.cross_entropy(output.flatten(0, 1), inputs[0].flatten())
 
 
+class Stack(MLPStack):
+    """Three MLPs on features [4, 6, 12]."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.input_shape = BATCH, TOKENS, DIM
+
+
 MODELS: dict[str, Callable[[], LabModel]] = {
     "block": lambda: Block(DIM, INNER),
     "words": lambda: Words(DIM, VOCABULARY_SIZE),
-    "stack": lambda: MLPStack(DIM, batch=BATCH),
+    "stack": Stack,
 }
 
 
@@ -86,7 +96,8 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     # torch warns about a wrong plan; the learner gets the verdict instead.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    mesh = init_device_mesh("cpu", (DATA, TP), mesh_dim_names=("data", "tp"))
+    shape = MESH_SHAPES[dist.get_world_size()]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))
     if what in MODELS:
         return run_plan(answer, mesh, what)
     if what in LAYER_SHAPES:
@@ -101,11 +112,29 @@ def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
     given, arrives = rank_tensors(mesh.get_rank())
     # An answer may change either in place, which the check reports.
     x, arrived = given.clone().requires_grad_(), arrives.clone()
-    got = answer.apply(x, mesh["tp"].get_group())
-    if isinstance(got, Tensor) and got.requires_grad:
-        got.backward(arrived)
+    with GroupTraffic() as forward:
+        got = answer.apply(x, mesh["tp"].get_group())
+    with GroupTraffic() as backward:
+        if isinstance(got, Tensor) and got.requires_grad:
+            got.backward(arrived)
     got = got if isinstance(got, Tensor) else type(got).__name__
-    return {"got": got, "grad": x.grad, "x": x.detach(), "arrived": arrived}
+    sent = {"forward": totals_by_axis(forward, mesh), "backward": totals_by_axis(backward, mesh)}
+    return {"got": got, "grad": x.grad, "x": x.detach(), "arrived": arrived, "sent": sent}
+
+
+def totals_by_axis(traffic: GroupTraffic, mesh: DeviceMesh) -> dict[str, list[int]]:
+    """Return calls and bytes by axis and collective, such as "tp/all_reduce".
+
+    The group of all ranks is "world", unless it is an axis; "new_group" is the answer's own.
+    """
+    groups = {"world": dist.group.WORLD} | {axis: mesh[axis].get_group() for axis in ("data", "tp")}
+    axes = {str(group.group_name): axis for axis, group in groups.items() if group}
+    total: dict[str, list[int]] = {}
+    for call in traffic.calls():
+        counted = total.setdefault(f"{axes.get(call.group, 'new_group')}/{call.name}", [0, 0])
+        counted[0] += 1
+        counted[1] += call.bytes
+    return total
 
 
 def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
@@ -120,9 +149,9 @@ def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> d
     Returns:
         The ``given`` input and gradient, ``arrived``; as far as the passes run, ``parameters`` of
         every rank by name; ``output`` or ``error``; ``grad`` of the input; ``gradients`` by name;
-        calls along tp, ``forward`` and ``backward``.
+        what was sent, as from ``totals_by_axis``, ``forward`` and ``backward``.
     """
-    group, place = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
+    group, tp, place = mesh["tp"].get_group(), mesh["tp"].size(), mesh["tp"].get_local_rank()
     inputs, outputs = LAYER_SHAPES[which]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -130,8 +159,8 @@ def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> d
     # Ranks along data have different samples, and ranks along tp share these.
     draw = torch.Generator().manual_seed(mesh["data"].get_local_rank())
     x, gradient = torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
-    given = x.chunk(TP, -1)[place] if which == "row" else x
-    arrived = gradient.chunk(TP, -1)[place] if which == "column" else gradient
+    given = x.chunk(tp, -1)[place] if which == "row" else x
+    arrived = gradient.chunk(tp, -1)[place] if which == "column" else gradient
     share = make_share(layer, group)
     held: Any = type(share).__name__
     if isinstance(share, nn.Module):
@@ -143,20 +172,20 @@ def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> d
         return found
     mine = given.clone().requires_grad_()
     try:
-        with CommunicationCounter(mesh) as forward:
+        with GroupTraffic() as forward:
             output = share(mine)
     except RuntimeError as error:
         return found | {"error": error_text(error).splitlines()[0]}
-    found |= {"output": output, "forward": sum(forward.along["tp"].counts.values())}
+    found |= {"output": output, "forward": totals_by_axis(forward, mesh)}
     if not isinstance(output, Tensor):
         return found | {"output": type(output).__name__}
     # The check reports the shape; a backward pass would raise an error that hides it.
     if output.shape != arrived.shape:
         return found
-    with CommunicationCounter(mesh) as backward:
+    with GroupTraffic() as backward:
         output.backward(arrived.clone())
     found["gradients"] = {name: each.grad for name, each in share.named_parameters()}
-    return found | {"grad": mine.grad, "backward": sum(backward.along["tp"].counts.values())}
+    return found | {"grad": mine.grad, "backward": totals_by_axis(backward, mesh)}
 
 
 def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
@@ -164,9 +193,9 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
 
     Returns:
         As far as the model runs: this rank's index along ``data``; elements of each parameter
-        ``held`` before FSDP; ``output``; full ``gradients``; calls ``sent`` along tp; local output
-        shapes ``between`` modules; ``entered``, the last layer called, its local and its full input
-        features; ``error``, which stopped the step.
+        ``held`` before FSDP; ``output``; full ``gradients``; what was ``sent``, as from
+        ``totals_by_axis``; local output shapes ``between`` modules; ``entered``, the last layer
+        called, its local and its full input features; ``error``, which stopped the step.
     """
     cut, plan, place = make_exercise_model(model), answer(), mesh["data"].get_local_rank()
     check_plan_form(plan, cut)
@@ -190,7 +219,7 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
             module.register_forward_hook(partial(note_output, name))
         found["held"] = {name: local_part(each).numel() for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
-        with CommunicationCounter(mesh) as counter:
+        with GroupTraffic() as traffic:
             output = local_part(cut(*line))
             found["output"] = output.detach().clone()
             cut.get_loss(line, output).backward()
@@ -200,7 +229,7 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
         for name, each in cut.named_parameters()
     }
-    return found | {"gradients": gradients, "sent": dict(counter.along["tp"].counts)}
+    return found | {"gradients": gradients, "sent": totals_by_axis(traffic, mesh)}
 
 
 def make_exercise_model(name: str) -> LabModel:
