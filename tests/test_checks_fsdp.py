@@ -285,6 +285,46 @@ ANSWERS = {
 """,
         "passed",
     ),
+    "right_in_two_halves": (
+        """
+    shared = [parameter for parameter in model.parameters() if parameter not in experts]
+    for parameter in model.parameters():
+        parameter.grad /= ranks
+    flat = torch.cat([parameter.grad.flatten() for parameter in shared])
+    flat = torch.cat([flat, flat.new_zeros(-len(flat) % ranks)])
+    part = flat.new_empty(len(flat) // ranks)
+    dist.reduce_scatter_tensor(part, flat)
+    dist.all_gather_into_tensor(flat, part)
+    for parameter in shared:
+        parameter.grad = flat[: parameter.numel()].view_as(parameter)
+        flat = flat[parameter.numel() :]
+""",
+        "passed",
+    ),
+    "gathered_from_all": (
+        """
+    for parameter in model.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(ranks)]
+        if parameter not in experts:
+            dist.all_gather(everyone, parameter.grad)
+            parameter.grad = sum(everyone)
+        parameter.grad /= ranks
+""",
+        "right on 2 ranks, but with 3 ranks: on rank 0, the gradients are right, but the rank sends 6 all_gather calls",
+    ),
+    "more_in_a_thread": (
+        """
+    import threading
+    for parameter in model.parameters():
+        if parameter not in experts:
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.zeros(3),))
+    thread.start()
+    thread.join()
+""",
+        "on rank 0, the gradients are right, but the rank sends 7 all_reduce calls with 2,056 bytes, expected an all-",
+    ),
     "everything_averaged": (
         """
     for parameter in model.parameters():
@@ -402,6 +442,13 @@ def test_the_right_answer_passes_on_ranks(answer):
         repr(verdict)
         == "passed: as asked on 2 and 3 ranks: shared gradients are the mean, the experts' their own, divided"
     )
+
+
+def test_who_divides_by_two_is_right_on_two_ranks_alone(answer):
+    body = ANSWERS["right"][0].replace("/= ranks", "/= 2")
+    said = "the shared gradient of net.0.weight is the sum over the ranks, divided by 2"
+    verdict = checks.expert_gradients(answer("expert_gradients", body))
+    assert repr(verdict).startswith(f"wrong: right on 2 ranks, but with 3 ranks: on rank 0, {said}")
 
 
 @pytest.mark.parametrize("name", long_but(["first_missing", "one_more"], UNEQUAL))

@@ -148,14 +148,14 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         hint = "The call that hangs is the one that matters: append before you call."
         expect(last.get("call") == "all_gather", f"{under_way} did not have it", hint=hint)
         said = f"{under_way} called it done"
-        expect(last["done"] is False, said, hint="False before the call, True after it.")
+        expect(last["done"] is not True, said, hint="Set done after the call.")
         for entry, wanted in zip(log, right, strict=True):
             expect(entry == wanted, f"the log has {entry}", wanted)
         said = "an error of the collective did not come out"
         expect(not sent["swallowed"], said, hint="Catch nothing.")
         said = "a collective that raised an error was called done"
         hint = "Without try and finally, an error leaves before done is set."
-        expect(all(entry["done"] is False for entry in sent["after"]), said, hint=hint)
+        expect(all(entry["done"] is not True for entry in sent["after"]), said, hint=hint)
 
     how: dict[str, Any] = {"judge": judge_rank, "timeout_s": timeout_s}
     _on_ranks(answer, sizes=SMALL_SIZES, what="recorded", **how)

@@ -572,4 +572,5 @@ def _expect_reduced_once(sent: Totals, shared: int, ranks: int, said: str) -> No
     )
     is_least = on_wire <= collective_wire_bytes("all_reduce", padded, ranks)
     right = f"an all-reduce of the {shared:,} bytes of shared gradients, or no more than it sends"
-    judge.expect(is_least, f"{said} {traffic_text(sent)}", right, EXPERT_HINT)
+    hint = "All-reduce each shared gradient once. Of an expert's nothing may travel."
+    judge.expect(is_least, f"{said} {traffic_text(sent)}", right, hint)

@@ -120,6 +120,11 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
                 "strip[..., :halo]", "strip[..., halo : 2 * halo]"
             )
             + PADDED,
+            "rank 0 returned while 2 messages were under way": OUT.replace("handle.wait()", "pass") + PADDED,
+            "right on 4 ranks, but with 3 ranks: on rank 2, ValueError: send: there is no rank 3": OUT.replace(
+                "rank < ranks - 1", "rank < 3"
+            )
+            + PADDED,
             "on rank 0, the shape is (2, 3, 5, 11)": OUT + "return torch.cat([strip, from_right], dim=-1)",
             "right on 4 ranks, but with 3 ranks: on rank 2, the last 3 columns are rank 2's": OUT.replace(*LAST_IS_3)
             + PADDED,

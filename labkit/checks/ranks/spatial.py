@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from labkit.checks.ranks.collectives import expect_all_waited
 from labkit.session.counted_group import GroupTraffic
 
 # 3 ranks cut the width into strips of 11, 11 and 10 columns.
@@ -30,6 +31,7 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         got = call(given, HALO, index, ranks)
         if is_function and isinstance(got, Tensor):
             got.backward(rank_tasks("backward", ranks)[index][0])
+    expect_all_waited(traffic)
     got = got if isinstance(got, Tensor) else type(got).__name__
     return {"got": got, "sent": traffic.totals(), "grad": given.grad}
 
