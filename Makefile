@@ -39,7 +39,7 @@ notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again fr
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
-# Tests run in three parts, because some disturb each other. A failed part does not keep the next from running. The marks
+# Tests run in four parts, because some disturb each other. A failed part does not keep the next from running. The marks
 # are explained in pyproject.toml; CALM and ALONE spare pytest the reading of files that hold none of the part's tests.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
@@ -47,9 +47,10 @@ ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_use.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 define run-parts
 	@failed=; \
-	$(RUN) pytest $(TWO_FILES) -m "not calm and not alone$(1)" || failed="$$failed, side by side"; \
+	$(RUN) pytest $(TWO_FILES) -m "not calm and not alone$(1)" --ignore tests/test_mutants.py || failed="$$failed, side by side"; \
 	$(RUN) pytest -n 2 --dist loadgroup -m "calm$(1)" $(CALM) || failed="$$failed, calm"; \
 	$(RUN) pytest -m "alone$(1)" $(ALONE) || failed="$$failed, alone"; \
+	$(RUN) pytest -n 2 tests/test_mutants.py || failed="$$failed, mutants"; \
 	[ -z "$$failed" ] || { echo "Parts of the tests that failed: $${failed#, }. The others passed." >&2; exit 1; }
 endef
 
