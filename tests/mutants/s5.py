@@ -336,7 +336,7 @@ MUTANTS = [
         "labkit/parity/two_dim.py",
         "with compile_backward() if replicated else contextlib.nullcontext():",
         "with contextlib.nullcontext():",
-        COMPILED + "[compiled ddp_tp]",
+        COMPILED,
         off=True,
     ),
     Mutant(
