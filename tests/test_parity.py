@@ -163,6 +163,19 @@ def test_a_missing_gradient_is_an_error():
         Parity().compare_models(model, other, "gradient")
 
 
+def test_a_training_step_compares_the_gradients_of_its_images():
+    model, other = two_models()
+    images = [torch.ones(1, 3, requires_grad=True) for _ in range(2)]
+    outputs = [one(each) for one, each in zip((model, other), images, strict=True)]
+    for output in outputs:
+        output.square().sum().backward()
+    both = model, outputs[0].detach(), other, outputs[1].detach()
+    assert compare_spatial_step(*both, inputs=tuple(images))["compared"] == 6
+    images[0].grad *= 1.01
+    verdict = compare_spatial_step(*both, inputs=tuple(images))
+    assert (verdict["ok"], verdict["worst"]) == (False, "gradient of the images")
+
+
 def test_a_training_step_compares_outputs_gradients_and_parameters():
     model, other = two_models()
     outputs = []
@@ -180,19 +193,6 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
         change()
         verdict = compare_spatial_step(model, outputs[0], other, outputs[1])
         assert (verdict["ok"], verdict["worst"]) == (False, worst)
-
-
-def test_a_training_step_compares_the_gradients_of_its_images():
-    model, other = two_models()
-    images = [torch.ones(1, 3, requires_grad=True) for _ in range(2)]
-    outputs = [one(each) for one, each in zip((model, other), images, strict=True)]
-    for output in outputs:
-        output.square().sum().backward()
-    both = model, outputs[0].detach(), other, outputs[1].detach()
-    assert compare_spatial_step(*both, inputs=tuple(images))["compared"] == 6
-    images[0].grad *= 1.01
-    verdict = compare_spatial_step(*both, inputs=tuple(images))
-    assert (verdict["ok"], verdict["worst"]) == (False, "gradient of the images")
 
 
 def trained(steps, input_gradients=False):
