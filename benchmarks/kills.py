@@ -5,7 +5,7 @@
 
 A process like a notebook starts a run: with cold ranks or warm ones, simulated, or on two hosts of this machine. At a
 random moment this kills (SIGKILL) that process, or one of those that it started. Processes of all of them carry the
-variable LABKIT_KILLS, except where they run on hosts. ``late`` counts runs of which some process was there 5 s later;
+variable KILLS_TAG. ``late`` counts runs of which some process was there 5 s later;
 ``left`` lists network namespaces and folders in the place for temporary files that the kills have left, once another
 start of hosts has cleaned up. Of a compile the ranks are killed; ``spoilt`` counts those after which the next run of
 the same program fails. Prints a line for what went wrong, and last one JSON object.
@@ -32,7 +32,7 @@ from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUN_FOLDER, ENV_RUNS
 from labkit_cluster.local_hosts import NAMESPACE_PREFIX, start_local_hosts
 
 GONE_WITHIN_S = 5.0
-TAG = "LABKIT_KILLS"
+TAG = "KILLS_TAG"
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
 ON_HOSTS = f"""
 from labkit_cluster.local_hosts import start_local_hosts
