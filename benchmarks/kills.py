@@ -13,6 +13,7 @@ the same program fails. Prints a line for what went wrong, and last one JSON obj
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUN_FOLDER, ENV_RUNS
 from labkit_cluster.local_hosts import NAMESPACE_PREFIX, start_local_hosts
 
 GONE_WITHIN_S = 5.0
+COMPILERS = ("cc1plus", "as", "ld", "collect2")
 TAG = "KILLS_TAG"
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
 ON_HOSTS = f"""
@@ -122,8 +124,11 @@ def is_compile_spoilt(folder: Path, number: int) -> bool:
     with subprocess.Popen(how, stderr=subprocess.DEVNULL) as notebook:
         compilers: list[psutil.Process] = []
         while not compilers and notebook.poll() is None:
+            time.sleep(0.01)
             children = psutil.Process(notebook.pid).children(recursive=True)
-            compilers = [each for each in children if each.name() in ("cc1plus", "as", "ld", "collect2")]
+            # Some end while they are looked at.
+            with contextlib.suppress(psutil.Error):
+                compilers = [each for each in children if each.name() in COMPILERS]
         time.sleep(random.choice([0, random.uniform(0, 3)]))
         notebook.kill()
     try:
