@@ -5,7 +5,7 @@
 
 A process like a notebook starts a run: with cold ranks or warm ones, simulated, or on two hosts of this machine. At a
 random moment this kills (SIGKILL) that process, or one of those that it started. Processes of all of them carry the
-variable LABKIT_KILLS, except where they run on hosts. ``late`` counts runs of which some process was there 5 s later;
+variable KILLS_TAG. ``late`` counts runs of which some process was there 5 s later;
 ``left`` lists network namespaces and folders in the place for temporary files that the kills have left, once another
 start of hosts has cleaned up. Of a compile the ranks are killed; ``spoilt`` counts those after which the next run of
 the same program fails. Prints a line for what went wrong, and last one JSON object.
@@ -13,6 +13,7 @@ the same program fails. Prints a line for what went wrong, and last one JSON obj
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -33,7 +34,8 @@ from labkit.runs import private_files
 from labkit_cluster.local_hosts import NAMESPACE_PREFIX, start_local_hosts
 
 GONE_WITHIN_S = 5.0
-TAG = "LABKIT_KILLS"
+COMPILERS = ("cc1plus", "as", "ld", "collect2")
+TAG = "KILLS_TAG"
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
 ON_HOSTS = f"""
 from labkit_cluster.local_hosts import start_local_hosts
@@ -131,8 +133,11 @@ def is_compile_spoilt(folder: Path, number: int) -> bool:
     with subprocess.Popen(how, stderr=subprocess.DEVNULL) as notebook:
         compilers: list[psutil.Process] = []
         while not compilers and notebook.poll() is None:
+            time.sleep(0.01)
             children = psutil.Process(notebook.pid).children(recursive=True)
-            compilers = [each for each in children if each.name() in ("cc1plus", "as", "ld", "collect2")]
+            # Some end while they are looked at.
+            with contextlib.suppress(psutil.Error):
+                compilers = [each for each in children if each.name() in COMPILERS]
         time.sleep(random.choice([0, random.uniform(0, 3)]))
         notebook.kill()
     try:

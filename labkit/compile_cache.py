@@ -16,6 +16,7 @@ from pathlib import Path
 from labkit.runs import private_files
 
 ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
+LOCK_TIMEOUT_S = 1.0
 LIBRARY_SUFFIXES = (".so", ".o")
 ELF_MAGIC = b"\x7fELF"
 # Magic, place of the table of sections, size and number of its entries. Linkers write it last.
@@ -55,9 +56,14 @@ def partial_libraries(folder: Path, *, remove: bool = False) -> list[Path]:
     for library in sorted(folder.glob("*/*")):
         if library.suffix not in LIBRARY_SUFFIXES or not _is_partial(library):
             continue
-        # torch holds this lock while it compiles; without the folder nothing was compiled lately.
+        # torch holds this lock while it compiles, and a killed compile for a moment longer. Without
+        # the folder nothing was compiled lately.
         lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
-        held = private_files.lock_file(lock, timeout_s=0) if lock.parent.is_dir() else None
+        held = (
+            private_files.lock_file(lock, timeout_s=LOCK_TIMEOUT_S)
+            if lock.parent.is_dir()
+            else None
+        )
         with contextlib.suppress(OSError), held or contextlib.nullcontext():
             if _is_partial(library):
                 found.append(library)

@@ -117,3 +117,11 @@ def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_
         and said["of_forty_s"] > said["took_s"] > 0
     )
     assert not any(candidate.folder for candidate in kept.candidates), "no paths of this machine"
+
+
+@pytest.mark.long  # test_process.py and test_compile_cache.py kill on purpose what this kills at random
+def test_the_benchmark_of_kills_finds_nothing_left():
+    words = [sys.executable, FOLDER / "kills.py", "--kills", "2", "--compiles", "1", "--longest-s", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["ok"] and said["kills"] == 2, done.stdout

@@ -110,7 +110,7 @@ def test_after_compiles_that_were_killed_the_next_run_compiles(folder, tmp_path,
     for _ in range(2):
         with pytest.raises(labkit.RankFailed, match="SIGKILL"):
             labkit.run(program, nproc=1, timeout_s=100)
-        assert len(compile_cache.partial_libraries(folder)) == 1
+        assert [path for path in folder.glob("*/*.main.so") if not path.stat().st_size]
     result = labkit.run(program, nproc=1, timeout_s=100)
     assert result.ranks[0].log() == "torch.Size([100])\n"
     assert os.path.getsize(left) == 0 and not compile_cache.partial_libraries(folder)
