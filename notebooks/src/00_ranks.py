@@ -45,7 +45,7 @@ doctor.show()
 # The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
 # these; cells say what yours change.
 
-# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4} points=[[2,4,1,1],[3,301,2,5],[8,2000,5,30]]
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4} points=[[2,4,1,1],[3,301,2,5],[8,1200,5,30]]
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
 DIM: int = 1000  # width of the network's four linear layers
 STEPS: int = 3  # timed training steps in a run

@@ -43,7 +43,7 @@ doctor.show()
 # layer, all without bias. These four are its units. You may change them; the next cell refuses what cannot work. The
 # text speaks of these; cells say what yours change.
 
-# %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20} points=[[2,128,1,20],[3,200,16,25],[8,256,80,80]]
+# %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20} points=[[2,128,1,20],[3,200,16,25],[8,256,80,30]]
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 64  # tiles of a rank in a step

@@ -51,7 +51,7 @@ doctor.show()
 # is a *deep* one, too: 100 linear layers of 64 × 64. You may change them; the next cell refuses what cannot work. The
 # text speaks of these; cells say what yours change.
 
-# %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1} points=[[2,512,1.01,1],[3,700,3.0,5],[4,1500,17.0,25]]
+# %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1} points=[[2,512,1.01,1],[3,700,3.0,5],[4,1500,17.0,10]]
 RANKS: int = 2  # ranks that share the samples
 DIM: int = 1000  # width of the wide network's layers
 BUCKET_MB: float = 5.0  # size at which a bucket of the wide network is sent, in MiB

@@ -51,7 +51,7 @@ doctor.show()
 # The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
 # these; cells say what yours change.
 
-# %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5} points=[[64,128,0.01],[256,1000,2.5],[16384,8192,50.0]]
+# %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5} points=[[64,128,0.01],[256,1000,2.5],[1024,8192,50.0]]
 RANKS: int = 1024  # GPUs of the simulated cluster, in hosts of 8; a power of two
 SEQUENCE: int = 2048  # tokens of a sample
 PRICE: float = 2.0  # dollars for a GPU and hour: staged, ask for yours
@@ -64,9 +64,9 @@ require(
     "RANKS",
     RANKS,
     at_least=64,
-    at_most=16384,
+    at_most=1024,
     multiple_of=1 << (RANKS.bit_length() - 1),
-    because="section 8 doubles from 8 GPUs up to it, eleven times at most",
+    because="section 8 doubles from 8 GPUs up to it, and section 3 has matrices of 1024 rows: one for each rank",
 )
 lengths = "a shorter text is no load, section 7 cuts it over 8 ranks, and section 4 fits no longer one"
 require("SEQUENCE", SEQUENCE, at_least=128, at_most=8192, multiple_of=8, because=lengths)
@@ -420,6 +420,7 @@ claim("two hosts are too few", continued[16] + reserve_bytes > GPUS.memory_bytes
 claim(
     "with them it gives the same",
     predict(STATE_70B, own_bytes + more, GPUS.memory_bytes - reserve_bytes) == by_function,
+    where=TOLD,
 )
 claim("three are enough, as the function says", needed["3 hosts"] <= GPUS.memory_bytes and by_function == 3, where=TOLD)
 claim(
