@@ -14,15 +14,19 @@ from test_exercises import EXERCISES, answer  # noqa: F401  (a fixture)
 @contextlib.contextmanager
 def default_dtype():
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @contextlib.contextmanager
 def default_device():
     torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 @contextlib.contextmanager
@@ -30,17 +34,21 @@ def seeds_and_threads():
     threads = torch.get_num_threads()
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1), torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
 def empty_path():
     path = list(sys.path)
     sys.path.clear()
-    yield
-    sys.path[:] = path
+    try:
+        yield
+    finally:
+        sys.path[:] = path
 
 
 @contextlib.contextmanager
