@@ -178,6 +178,7 @@ torch.utils._pytree
 
 [session] memory by category: labs 2, 3, 5 and 6
 torch.distributed._tools.mem_tracker
+    _PYTORCH_MIN_ALLOCATE: set to 1: on a GPU too the bytes are those of tensors
     MemTracker: follows every tensor of a step
     MemTracker._mod_tracker: which module is at work
     MemTracker._pre_fw_hook: replaced: a model may run several times in one step

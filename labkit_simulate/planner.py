@@ -160,7 +160,8 @@ def check_candidate(
     except ValueError as error:
         return Candidate(world_size, params, samples, reason=str(error)), None
     made = config.build_config(config_class, params) if config_class else None
-    tokens = made.tokens() if made and hasattr(made, "tokens") else None
+    count_tokens = getattr(made, "tokens", None)
+    tokens = count_tokens() if callable(count_tokens) else None
     blocks = made.blocks() if made and hasattr(made, "ALIKE") else 0
     return Candidate(world_size, params, samples, tokens, blocks=blocks), request
 

@@ -124,7 +124,6 @@ def main(config: Config) -> None:
     case = ddp.DDP_CASES[config.case]
     how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
-        # validate saw the GPUs, but device="cpu" was asked for.
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)

@@ -1,6 +1,5 @@
 """launch/ddp_compile: three buckets at width 2000, in theory, by inductor's count, in its program and on the wire."""
 
-import contextlib
 import json
 from functools import partial
 
@@ -18,7 +17,6 @@ from labkit.launcher.run import find_program
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
 from labkit.theory.ddp import chain_buckets
-from launch import ddp_compile
 
 ASK_FOR_ALL = ["request 0", "request 1", "request 2", "wait 0", "wait 1", "wait 2"]
 ON_TOP = {  # of older gradients: what has arrived is added to them when the compiler sees fit, not in turn
@@ -176,17 +174,10 @@ def test_what_cannot_work_is_refused_before_a_launch(parameters, message):
         labkit.run("ddp_compile", nproc=2, device="cpu", **parameters)
 
 
-def test_more_ranks_than_gpus_are_refused_by_the_gpu_case():
-    with pytest.raises(ParameterError, match=f"case gpu needs a GPU a rank: {GPUS} for {GPUS + 1} ranks; use case cpu"):
-        labkit.run("ddp_compile", nproc=GPUS + 1, check="parity", case="gpu")
-
-
-@pytest.mark.parametrize(("gpus", "refused"), [(1, True), (2, False)])
-def test_the_gpu_case_wants_a_gpu_for_every_rank(monkeypatch, gpus, refused):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    config = ddp_compile.Config(case="gpu", check="parity", inductor=False)
-    with pytest.raises(ValueError, match="1 for 2 ranks") if refused else contextlib.nullcontext():
-        config.validate(2)
+def test_the_gpu_case_wants_a_gpu_for_every_rank():
+    # the hosts of a run may have the GPUs that this machine lacks, so only the ranks can tell
+    with pytest.raises(labkit.RankFailed, match="case gpu was sent to device cpu: use case cpu"):
+        labkit.run("ddp_compile", nproc=GPUS + 1, check="parity", case="gpu", inductor=False)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def program(tmp_path):
 def test_parameters_are_read_by_the_type_of_their_field(program, words, expected):
     command, parameters = parse_run_command(program, [*words.split(), "--nproc", "3"])
     assert parameters == expected
-    assert (command.program, command.nproc, command.device, command.timeout_s) == (program, 3, "auto", 300)
+    assert (command.program, command.nproc, command.device, command.timeout_s) == (program, 3, None, 300)
 
 
 def status(*arguments):
@@ -161,6 +161,14 @@ def test_show_of_no_run_gives_status_1(tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@pytest.fixture
+def copies(tmp_path_factory):
+    """A folder of a learner's copies."""
+    folder = tmp_path_factory.mktemp("my")
+    (folder / ".labkit" / "pristine").mkdir(parents=True)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -168,19 +176,23 @@ def test_show_of_no_run_gives_status_1(tmp_path, capsys):
         (["runs", "show", 5000 * "x"], 1, "no run in"),
         (["run", 5000 * "x"], 2, "no program is called 'xxx"),
         (["run", 5000 * "x" + ".py"], 2, "there is no program /"),
-        (["export", "--name", "me", 5000 * "x"], 1, "File name too long, so it cannot be written; give another file"),
+        (["export", "--name", "me", "--folder", "COPIES", 5000 * "x"], 1, "File name too long, so it cannot be written"),
+            ["export", "--name", "me", "--folder", "COPIES", 5000 * "x"],
+            1,
+            "File name too long, so it cannot be written; give another file",
+        ),
         (["runs", "--limit", "-5"], 2, "limit = -5 is negative: give how many, or 0 for all"),
     ],
 )
-def test_names_of_thousands_of_characters_and_negative_limits_get_one_line(words, code, says, capsys):
-    assert status(*words) == code
+def test_names_of_thousands_of_characters_and_negative_limits_get_one_line(words, code, says, copies, capsys):
+    assert status(*[str(copies) if word == "COPIES" else word for word in words]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line and len(line) < 6000
 
 
-def test_a_long_name_of_a_learner_makes_a_file(tmp_path, monkeypatch):
+def test_a_long_name_of_a_learner_makes_a_file(tmp_path, copies, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert status("export", "--name", 5000 * "x", "--folder", str(tmp_path)) == 0
+    assert status("export", "--name", 5000 * "x", "--folder", str(copies)) == 0
     assert [path.name for path in tmp_path.iterdir()] == [f"labkit-{100 * 'x'}.json"]
 
 

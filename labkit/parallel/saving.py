@@ -97,8 +97,10 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
             weights, updates = get_state_dict(model, optimizer)
             # Its tensors are filled in place.
             state = {"model": weights, "optimizer": updates, "step": 0}
-            reader, planner = SafeCheckpointReader(path), SafeLoadPlanner()
-            state_dict_loader.load(state, storage_reader=reader, planner=planner)
+            planner = SafeLoadPlanner()
+            state_dict_loader.load(
+                state, storage_reader=SafeCheckpointReader(path), planner=planner
+            )
         options = StateDictOptions(full_state_dict=plain)
         saved = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **saved, options=options)

@@ -220,7 +220,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     """Return a context that follows every tensor of these models and optimizers."""
     # On a GPU torch counts blocks of 512 bytes, and theory the bytes of tensors. The allocator's
     # own numbers are recorded as max_allocated.
-    torch_private.get("mem_tracker")._PYTORCH_MIN_ALLOCATE = 1
+    torch_private.replace("PYTORCH_MIN_ALLOCATE", 1)
     # FSDP2 has memory categories of its own. A program that has not imported it has no such model.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)

@@ -186,9 +186,9 @@ def choose_device() -> tuple[torch.device, str]:
         return torch.device("cpu"), ""
     ranks, index = local_world_size_and_rank()
     gpus, problem = requirements.usable_gpus()
+    if gpus >= ranks:
+        return torch.device("cuda", index), ""
     if gpus and share == "1":
-        if gpus >= ranks:
-            return torch.device("cuda", index), ""
         # NCCL refuses two ranks on a GPU of one host, and takes these for several hosts.
         os.environ["NCCL_HOSTID"] = f"labkit-{os.environ['RANK']}"
         return torch.device("cuda", index % gpus), SHARED_GPU_NOTE
@@ -196,8 +196,6 @@ def choose_device() -> tuple[torch.device, str]:
         need = f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks"
         fix = f"use device='auto' or 'cpu', or set {ENV_SHARE_GPUS}=1"
         raise ParameterError(f"{need}{problem and f' ({problem})'}; {fix}")
-    if gpus >= ranks:
-        return torch.device("cuda", index), ""
     note = f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus else problem
     return torch.device("cpu"), note
 

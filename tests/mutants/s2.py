@@ -50,8 +50,8 @@ MUTANTS = [
         "S2 setup and cleanup",
         "GPUs are used where there are fewer than ranks",
         SESSION,
-        'if wish != "cpu" and gpus >= ranks:',
-        'if wish != "cpu" and gpus:',
+        'if gpus >= ranks:\n        return torch.device("cuda", index), ""',
+        'if gpus:\n        return torch.device("cuda", index), ""',
         TEST_SESSION + "choice_of_the_device",
     ),
     Mutant(

@@ -116,8 +116,8 @@ MUTANTS = [
         "S6 state dict",
         "the oldest checkpoint is loaded",
         SAVING,
-        'newest = max((path.name for path in folder.glob("step_*"))',
-        'newest = min((path.name for path in folder.glob("step_*"))',
+        "newest = max((path.name for path in self._saves())",
+        "newest = min((path.name for path in self._saves())",
         TEST_SAVING + "the_newest_complete_checkpoint_is_loaded_and_the_one_before_is_kept",
     ),
     Mutant(
