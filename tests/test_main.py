@@ -176,7 +176,7 @@ def copies(tmp_path_factory):
         (["runs", "show", 5000 * "x"], 1, "no run in"),
         (["run", 5000 * "x"], 2, "no program is called 'xxx"),
         (["run", 5000 * "x" + ".py"], 2, "there is no program /"),
-        (["export", "--name", "me", "--folder", "COPIES", 5000 * "x"], 1, "File name too long, so it cannot be written"),
+        (
             ["export", "--name", "me", "--folder", "COPIES", 5000 * "x"],
             1,
             "File name too long, so it cannot be written; give another file",
