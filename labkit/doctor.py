@@ -9,6 +9,7 @@ know. FAIL: a lab cannot run until the fix is made.
 
 import html
 import importlib.util
+import inspect
 import platform
 import shlex
 import shutil
@@ -102,7 +103,7 @@ def check_torch() -> Finding:
         return Finding("FAIL", "PyTorch", f"not importable: {error}", fix, EVERY_LAB)
     if not hasattr(torch, "version"):
         fix = "rename it, or take its folder off PYTHONPATH"
-        return Finding("FAIL", "PyTorch", f"hidden by {torch.__file__}", fix, EVERY_LAB)
+        return Finding("FAIL", "PyTorch", f"hidden by {inspect.getfile(torch)}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch_private.TORCH_VERSION}, built for {build}"
     version = parse_version(torch_private.TORCH_VERSION)

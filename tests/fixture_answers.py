@@ -18,6 +18,7 @@ from fixture_ranks import RankFailure
 
 import labkit
 from labkit.checks.ranks import answer_program
+from labkit.session import counted_group
 
 PEERS_S = 2.0
 """How long a rank that failed waits for others to end."""
@@ -84,6 +85,9 @@ def be_a_rank(folder, digest, lab, setup):
             time.sleep(0.02)
     finally:
         torch.allclose = allclose  # which an answer may have replaced, and these processes judge no other by it
+        # A rank's process would end now, and with it the threads and sockets of groups that it has left.
+        for kept in (counted_group._replaced_groups, counted_group.calls, counted_group.messages):
+            kept.clear()
 
 
 def has_ended(folder, rank):

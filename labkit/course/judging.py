@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from labkit.course import copies, lab_catalog, verdict_store
 from labkit.course.verdict_store import LabProgress
 from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError
+from labkit.runs import private_files
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def judge_notebook(path: Path, cell_timeout_s: float) -> Judgement:
     }
     client = NotebookClient(notebook, **options)
     error = ""
-    with tempfile.TemporaryDirectory(prefix="labkit-") as folder:
+    with private_files.temporary_folder() as folder:
         # A file of its own, because a pass in the learner's is never taken back.
-        verdicts = Path(folder, verdict_store.PROGRESS_FILE)
+        verdicts = folder / verdict_store.PROGRESS_FILE
         try:
             client.execute(env=os.environ | {ENV_VERDICTS: str(verdicts)})
         # A RuntimeError is that of a kernel that died, or never started.
