@@ -8,6 +8,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from fixture_long import long_but
 from test_exercises import EXERCISES, answer  # noqa: F401  (a fixture)
 
 
@@ -73,7 +74,7 @@ DAILY = ["0.1", "1.4", "2.4", "3.9", "4.5", "5.1", "7.5"]
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
-@pytest.mark.parametrize("left", LEFT_BEHIND)
+@pytest.mark.parametrize("left", long_but(["meta as default device", "no_grad", "an empty sys.path"], LEFT_BEHIND))
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_what_a_cell_left_in_the_process_changes_no_verdict(left, some, answer):  # noqa: F811
     asked = [each for each in EXERCISES if (each.number in DAILY) == some]
