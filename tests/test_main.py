@@ -196,7 +196,7 @@ def test_a_long_name_of_a_learner_makes_a_file(tmp_path, copies, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [f"labkit-{100 * 'x'}.json"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["progress"], ["runs"]])
+@pytest.mark.parametrize("words", [["--help"], ["runs"]])
 def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_one_ends_nothing(words, tmp_path):
     command = [sys.executable, "-m", "labkit", *words]
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "LABKIT_RUNS": str(tmp_path / "Łódź")}

@@ -96,7 +96,7 @@ def test_every_part_runs_and_the_failed_ones_are_named_last(repository, tmp_path
     command = [shutil.which("make"), f"VENV={tmp_path}", "-o", f"{tmp_path}/.installed", target]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60)
     parts = [line for line in (tmp_path / "calls").read_text().splitlines() if "pytest" in line]
-    assert len(parts) == 3
+    assert len(parts) == 4
     assert (done.returncode == 0) == (not named)
     assert (f"failed: {named}" in done.stderr) if named else "failed" not in done.stderr
 
