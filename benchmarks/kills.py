@@ -153,7 +153,9 @@ def main(options: Options) -> None:
     os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0"}
     os.environ.pop(ENV_RUN_FOLDER, None)
     with tempfile.TemporaryDirectory(prefix="kills_") as name:
-        os.environ[ENV_RUNS_FOLDER] = f"{name}/runs"
+        os.environ |= {ENV_RUNS_FOLDER: f"{name}/runs", "TMPDIR": name}
+        # Temporary files of other processes do not count.
+        tempfile.tempdir = name
         before = leftovers()
         kinds = [random.choice(list(KINDS)) for _ in range(options.kills)]
         late = sum(not kill_at_random(kind, index, options.longest_s) for index, kind in enumerate(kinds))

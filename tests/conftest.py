@@ -50,6 +50,15 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def all_cores() -> Iterator[None]:
+    """A session pins its rank to its cores; here that would slow down all tests after it."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    if before and os.sched_getaffinity(0) != before:
+        os.sched_setaffinity(0, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
     """A shell lets what it starts in the background ignore Ctrl-C; tests of interrupts would wait for it forever."""
