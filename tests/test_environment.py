@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 
@@ -129,7 +130,8 @@ def test_every_requirement_of_every_pinned_package_is_pinned(project, pins):
 def test_installed_versions_are_the_pinned_ones(pins):
     """Fails where .venv was not made from constraints.txt: what passes there says nothing about the pins."""
     different = []
-    for distribution in metadata.distributions():
+    # Some packages bring others of their own, such as setuptools, and put them on sys.path when they are imported.
+    for distribution in metadata.distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]):
         name = normal(distribution.metadata["Name"])
         version = distribution.version.split("+")[0]
         if name in pins and pins[name] != version:

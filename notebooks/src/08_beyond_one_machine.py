@@ -32,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -578,22 +577,20 @@ how |= {"steps": 12}
 unbroken = labkit.run("fsdp_matrix", nproc=2 * RANKS, **how)  # to compare with: as many ranks, and one host
 
 
-def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
-    """Do something in the background as soon as something is so."""
-
-    def wait() -> None:
-        while not condition():
-            time.sleep(0.01)
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
+def cut_power() -> None:
+    """Kill all of beta's processes as soon as step 4 is saved."""
+    while not (checkpoints / "step_00000004" / ".metadata").exists():
+        time.sleep(0.01)
+    hosts.kill_host("beta")
 
 
-when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill_host("beta"))
+power_cut = threading.Thread(target=cut_power, daemon=True)
+power_cut.start()
 try:
     labkit.run("fsdp_matrix", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
 except HostLost as error:
     told = f"{error}"
+power_cut.join(timeout=10)  # what runs on beta meanwhile would be killed, too
 print(told)
 killed = labkit.load(history.find_runs(program="fsdp_matrix", limit=1)[0].folder)
 
