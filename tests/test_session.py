@@ -176,6 +176,14 @@ def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, not
     assert SESSION.choose_device() == (torch.device(device), note)
 
 
+def test_hosts_that_were_made_on_one_machine_share_its_gpus(monkeypatch):
+    set_machine(monkeypatch, "auto", gpus=4, ranks=2, index=1)
+    os.environ.update(LABKIT_HOST_ON_THIS_MACHINE="1-beta", RANK="3", WORLD_SIZE="4")
+    assert SESSION.choose_device() == (torch.device("cuda:3"), "")
+    os.environ.update(WORLD_SIZE="8", RANK="3")
+    assert SESSION.choose_device() == (torch.device("cpu"), "4 GPU for 8 ranks: ran on CPU")
+
+
 @pytest.mark.parametrize(("gpus", "backend", "bound"), [(2, "nccl", "cuda:1"), (0, "gloo", None), (1, "gloo", None)])
 def test_the_backend_is_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, bound):
     set_machine(monkeypatch, "auto", gpus, 2, index=1)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections import defaultdict
@@ -26,11 +27,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from labkit import config as configs
 from labkit import requirements, torch_private
 from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
-from labkit.environment import ENV_DEVICE, ENV_SHARE_GPUS, ENV_TOTAL_CORES, read_choice
+from labkit.environment import (
+    ENV_DEVICE,
+    ENV_LOCAL_HOST,
+    ENV_SHARE_GPUS,
+    ENV_TOTAL_CORES,
+    read_choice,
+)
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
@@ -136,7 +144,7 @@ def session() -> Iterator[Session]:
     defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update(defaults | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device, note = choose_device()
+    device, note, joining = agree_with_other_hosts(*choose_device())
     cores = requirements.usable_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -146,7 +154,7 @@ def session() -> Iterator[Session]:
     writer = RecordWriter(folder.path if folder else None, rank)
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, device_id=own)
+        dist.init_process_group(backend, device_id=own, **joining)
     failed = True
     try:
         here = Session(rank, world_size, device, writer)
@@ -200,8 +208,36 @@ def choose_device() -> tuple[torch.device, str]:
     return torch.device("cpu"), note
 
 
+def agree_with_other_hosts(
+    device: torch.device, note: str
+) -> tuple[torch.device, str, dict[str, Any]]:
+    """Return what all hosts can use, a note, and how to join: by the store that they agreed in.
+
+    Without it, ranks of one host would join with NCCL, those of another with gloo, and all wait.
+    """
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if hosts == 1:
+        return device, note, {}
+    store, rank, world_size = next(rendezvous("env://"))
+    joining = {"store": store, "rank": rank, "world_size": world_size}
+    keys = [f"labkit/device/{host}" for host in range(hosts)]
+    if os.environ["LOCAL_RANK"] == "0":
+        said = json.dumps([device.type, platform.node(), note])
+        store.set(keys[int(os.environ["GROUP_RANK"])], said)
+    found = [json.loads(each) for each in store.multi_get(keys)]
+    if len({kind for kind, _, _ in found}) == 1:
+        return device, note, joining
+    without = [f"{name} ({why or 'no GPU'})" for kind, name, why in found if kind != "cuda"]
+    return torch.device("cpu"), f"ran on CPU, as on {', '.join(without)}", joining
+
+
 def local_world_size_and_rank() -> tuple[int, int]:
-    """Return how many ranks run on this host, and this one's index among them."""
+    """Return how many ranks run on this host, and this one's index among them.
+
+    Hosts that were made on one machine share its devices, so they count as one.
+    """
+    if ENV_LOCAL_HOST in os.environ:
+        return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
 
 

@@ -1,5 +1,6 @@
 """labkit_cluster.local_hosts: hosts on this machine, as root and without, and that nothing is left of them."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_what_a_crash_has_left_is_removed_by_the_next():
     with start_local_hosts(1):
         assert name not in network()[-1]
         wait_for(lambda: not is_alive(int(pid)), 5)
+
+
+def test_hosts_agree_on_a_device_before_their_ranks_join():
+    """One has GPUs, the other has not: NCCL here and gloo there would wait for each other."""
+    with start_local_hosts(2) as hosts:
+        result = labkit.run(RECORDS.with_name("gpus_on_one_host.py"), nproc=2, hosts=hosts, timeout_s=60)
+    assert result.value("ranks") == 4
+    assert result.session["device"] == "cpu"
+    assert re.fullmatch(r"ran on CPU, as on \S+ \(the driver is too old\)", result.session["note"])
 
 
 class KillsAtStart(Display):
