@@ -12,10 +12,10 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab update reset progress notebooks doctor check test compat compat-here lint clean
+.PHONY: help run lab update reset progress notebooks doctor check test compat compat-here cuda-build lint clean
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
 	@$(VENV_PYTHON) -m notebooks.tools.run $(LAB)
@@ -79,6 +79,13 @@ compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
 	$(call run-parts, and not browser)
 
+cuda-build: $(INSTALLED) ## launch with torch's CUDA build (7 GB) where it seems to find GPUs: for Linux, as root, without one
+	@$(MAKE) --no-print-directory VENV=.venv-cuda TORCH_INDEX= .venv-cuda/.installed
+	@.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' || { \
+		echo "pip found a torch without CUDA: remove .venv-cuda, and let pip ask PyPI (PIP_FIND_LINKS=, PIP_CONFIG_FILE=)" >&2; \
+		exit 1; }
+	@.venv-cuda/bin/python -m pytest -v -s tests/test_cuda_build.py
+
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
@@ -86,7 +93,7 @@ lint: $(INSTALLED) ## style, types and layers
 	@$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
 
 clean: ## remove what was generated, except notebooks; .venv as well
-	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-cuda out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # nbgrader sees the packages of $(VENV), which do not see it: it would change every JupyterLab there.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))

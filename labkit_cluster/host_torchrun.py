@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -74,7 +75,8 @@ def _send_rendezvous_result(
     interface = result.interface
     environment = {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
+        # NCCL takes a name for a prefix, so that eth1 is eth10 as well, unless = is in front.
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
         ENV_TOTAL_CORES: str(result.cores),
         ENV_CLOCK_AHEAD_S: str(result.clock_ahead_s),
     }

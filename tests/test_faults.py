@@ -153,6 +153,7 @@ def test_the_processes_of_a_run_are_ended_also_where_no_thread_may_be_started(mo
         ("RuntimeError: PytorchStreamWriter failed writing file data/0: file write failed", "a disk is full"),
         ("InductorError: ImportError: /tmp/torchinductor_me/ab/cab.main.so: file too short", "delete the file"),
         ("CppCompileError: cab.main.o: file not recognized: file truncated", "delete the file"),
+        ("Last error: failed to extend /dev/shm/nccl-a to 9637892 bytes, No space left on device (28)", "--shm-size"),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "nvidia-smi"),
         ("AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", "nvidia-smi"),
         ("MemoryCapExceeded: more than its cap of 5 MiB was needed (can't allocate memory)", ""),

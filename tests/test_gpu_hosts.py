@@ -51,7 +51,8 @@ def test_neither_torchrun_nor_the_warm_parent_asks_for_gpus(warm, tmp_path, monk
     asked = (tmp_path / "asked").read_text().split()
     assert set(asked) == {"0", "1"}, "the ranks ask, and nobody else"
     assert result.info["warm"] is warm
-    assert [json.loads(each.artifact("gpus")) for each in result.ranks] == [[torch.cuda.is_available(), "cpu"]] * 2
+    found = [json.loads(each.artifact("gpus")) for each in result.ranks]
+    assert found == [[torch.cuda.is_available(), "cpu", False]] * 2
 
 
 @pytest.mark.parametrize("file", ["/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu"])

@@ -13,6 +13,10 @@ from labkit.errors import LabError, MemoryCapExceeded
 
 # The first match counts. {files} is the limit of open files.
 FIXES_BY_WORDS = {
+    ("shared memory segment", "/dev/shm/nccl"): (
+        "NCCL has too little shared memory: a container's /dev/shm is 64 MiB by default; start it"
+        " with `--shm-size 1g`, or in Kubernetes mount an emptyDir of medium Memory there"
+    ),
     ("Too many open files", "Failed to init uv loop"): (
         "no more files may be opened here: raise the limit, now {files}, with `ulimit -n 1024` or"
         " more"

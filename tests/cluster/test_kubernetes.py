@@ -99,8 +99,10 @@ def test_the_manifest_says_what_was_asked_for_whatever_the_names_are(kubectl):
     assert 60 < spec["activeDeadlineSeconds"] <= 200
     (patch,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patch["template"]["spec"]["template"]["spec"]
-    assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
-    assert pod["containers"] == [{"name": "node", "volumeMounts": [{"name": "runs", "mountPath": runs}]}]
+    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}, memory]
+    mounts = [{"name": "runs", "mountPath": runs}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    assert pod["containers"] == [{"name": "node", "volumeMounts": mounts}]
     told = read_json(job.folder / "job.json")
     assert told["hosts"] == 2 and told["nproc"] == 4 and told["target"] == "launch.fsdp_wrap"
 
