@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 import labkit  # noqa: E402  (found beside this file)
 from labkit import doctor  # noqa: E402
 from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER, ENV_SHARE_GPUS  # noqa: E402
+from labkit.runs.folder import write_json  # noqa: E402
 
 LIMIT_S = 480.0
 MISBEHAVE = ROOT / "tests" / "programs" / "misbehave.py"
@@ -58,6 +59,7 @@ class Experiment:
     expected: str = ""
     """The name of the error in which it must end."""
     warm: bool = True
+    needs_gpu: bool = False
 
 
 def parity(program: str, **params: Any) -> dict[str, Any]:
@@ -67,7 +69,9 @@ def parity(program: str, **params: Any) -> dict[str, Any]:
 def launches() -> Iterator[Experiment]:
     """Are ranks forked on this machine? Then a run takes a tenth of a second to start."""
     for warm in (True, True, True, False, False, False):
-        yield Experiment("launch", "all_reduce", 2, {"repeats": 1, "message_bytes": (1024,)}, device="cpu", warm=warm)
+        yield Experiment(
+            "launch", "all_reduce", 2, {"repeats": 1, "message_bytes": (1024, 2048)}, device="cpu", warm=warm
+        )
 
 
 def one_rank() -> Iterator[Experiment]:
@@ -75,8 +79,10 @@ def one_rank() -> Iterator[Experiment]:
     for model in ("toy", "transformer"):
         for precision in ("fp32", "bf16", "autocast"):
             yield Experiment("one rank", **parity("fsdp_matrix", model=model, precision=precision))
-    for options in ({"fsdp": 1}, {"offload": True}, {"compile": True}, {"fsdp": 1, "offload": True}):
+    for options in ({"fsdp": 1}, {"offload": True}, {"compile": True}):
         yield Experiment("one rank", **parity("fsdp_matrix", model="toy", **options))
+    # FSDP1 pins the memory that it offloads to.
+    yield Experiment("one rank", **parity("fsdp_matrix", model="toy", fsdp=1, offload=True), needs_gpu=True)
     yield Experiment("one rank", **parity("decoder"))
 
 
@@ -152,6 +158,8 @@ def run(experiment: Experiment, device: str, left_s: float, folder: Path) -> dic
     limit_s = min(experiment.limit_s, left_s)
     if limit_s < 10:
         return row | {"skipped": "the time was over"}
+    if experiment.needs_gpu and device == "cpu":
+        return row | {"skipped": "needs a GPU"}
     begun, before = time.perf_counter(), dict(os.environ)
     os.environ |= experiment.environment
     where: dict[str, Any] = {"device": experiment.device or device, "warm": experiment.warm, "timeout_s": limit_s}
@@ -200,7 +208,8 @@ def line(row: dict[str, Any]) -> str:
     if "skipped" in row:
         said = f"skipped: {row['skipped']}"
     else:
-        found = [f"{name} {row[name]:.6g}" for name in (*VALUES, "max_allocated_bytes") if name in row]
+        found = [f"warm {row['warm']}, {row['seconds']} s"] if row["question"] == "launch" and row["ok"] else []
+        found += [f"{name} {row[name]:.6g}" for name in (*VALUES, "max_allocated_bytes") if name in row]
         said = ", ".join(["ok" if row["ok"] else "NOT OK", *found, row.get("error", "").partition("\n")[0][:120]])
     return f"{row['question']:<18} {row['program']:<21} {row['ranks']} {what:<50} {said.strip(' ,')}"
 
@@ -246,16 +255,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("this PyTorch sees no GPU; --device cpu --preset small tries the paths without one")
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     folder = options.folder or ROOT / "results" / f"{name.replace(' ', '-').lower()}-{date.today()}"
+    if (folder / "facts.json").exists():
+        parser.error(f"{folder} holds results already: name another with --folder")
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0", ENV_RUNS_FOLDER: str(folder / "runs")}
     begun, wrong = time.perf_counter(), []
-    (folder / "facts.json").write_text(json.dumps(facts(options.device), indent=1) + "\n")
+    write_json(folder / "facts.json", facts(options.device))
     chosen = experiments(gpus if options.device == "cuda" else 0, options.preset)
     for number, experiment in enumerate(chosen):
         left_s = options.limit_s - (time.perf_counter() - begun)
         row = run(experiment, options.device, left_s, folder / "kept" / f"{number:02}")
         # At once: the machine may be taken away before the next has ended.
-        (folder / f"{number:02}.json").write_text(json.dumps(row, indent=1, default=str) + "\n")
+        write_json(folder / f"{number:02}.json", row)
         print(line(row), flush=True)
         wrong += [number] if not row.get("ok", True) else []
         shutil.rmtree(folder / "runs", ignore_errors=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import labkit
+from labkit.launcher.run import make_run_request
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -57,6 +58,38 @@ def test_the_gpu_benchmark_asks_what_is_worth_most_first_and_takes_no_longer_tha
     assert all(each.environment["LABKIT_SHARE_GPUS"] == "1" for each in shared)
     assert [each.question for each in one[:7]] == ["launch"] * 6 + ["one rank"] and one[-1].question == "measured"
     assert "skipped" in gpu.run(one[0], "cpu", 5, tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["small", "paper"])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_what_the_gpu_benchmark_asks_is_accepted_by_the_programs(bench, gpus, preset):
+    for each in bench("gpu").experiments(gpus, preset):
+        make_run_request(each.program, nproc=each.ranks, **each.params)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(480)
+def test_every_experiment_of_the_gpu_benchmark_comes_out_right_without_a_gpu(bench, tmp_path, capsys):
+    assert bench("gpu").main(["--device", "cpu", "--preset", "small", "--folder", str(tmp_path)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["wrong"] == [] and summary["experiments"] > 40
+
+
+@pytest.mark.long
+def test_what_the_gpu_benchmark_has_asked_is_on_disk_when_it_is_killed(tmp_path):
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
+    for printed in (1, 3, 8):
+        folder = tmp_path / f"{printed}"
+        command = [sys.executable, str(script), "--device", "cpu", "--preset", "small", "--folder", str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+            for _ in range(printed):
+                assert "ok" in running.stdout.readline()
+            running.kill()
+        rows = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
+        assert len(rows) >= printed and all(row["ok"] for row in rows)
+        assert json.loads((folder / "facts.json").read_text())["torch"] == torch.__version__
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 2 and "holds results already: name another with --folder" in again.stderr
 
 
 def test_the_gpu_benchmark_without_a_gpu_says_what_to_do(bench, tmp_path, capsys):

@@ -57,10 +57,18 @@ for _ in range({rounds}):
 """
 # A driver of CUDA 12.4, which the build for CUDA 13 finds too old.
 DRIVER = """
+#include <string.h>
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+static int other(void) { return 999; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags, void *status)
-{ *found = 0; return 500; }
+{
+    *found = other;
+    if (!strcmp(name, "cuInit")) *found = cuInit;
+    if (!strcmp(name, "cuDriverGetVersion")) *found = cuDriverGetVersion;
+    if (!strcmp(name, "cuGetProcAddress")) *found = cuGetProcAddress_v2;
+    return 0;
+}
 """
 
 
