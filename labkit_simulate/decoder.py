@@ -115,6 +115,16 @@ class DecoderModel(LabModel):
         rotations = rotary_cos_sin(sequence, width // heads)
         self.register_buffer("rotations", rotations, persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Draw all weights again and compute the rotations, as after ``to_empty`` on a model from
+        the meta device.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm):
+                module.reset_parameters()
+        sequence, half_width, _ = self.rotations.shape
+        self.rotations.copy_(rotary_cos_sin(sequence, 2 * half_width))
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [N, S] to logits [N, S, V]."""
         x = self.embedding(tokens)

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper        # Llama 2 7B
     python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8   # on a laptop
 
-Shapes are those of ``labkit_simulate.theory.transformer``. Every rank builds the whole model before
-it keeps its part.
+Shapes are those of ``labkit_simulate.theory.transformer``. Of a large model each rank makes only
+what it keeps; for a check it builds the whole model, which is equal on all ranks.
 """
 
 import contextlib
@@ -111,6 +111,12 @@ class Config:
         """Return the tokens of a sequence."""
         return self.sequence or SHAPES[self.model][1]
 
+    def starts_on_meta(self) -> bool:
+        """Tell whether no rank ever holds the whole model."""
+        # Hybrid sharding needs equal replicas, and on the CPU each rank draws numbers of its own.
+        is_sharded = self.wrap != "none" and self.hybrid is None
+        return is_sharded and self.model != "tiny" and self.check == "none"
+
     def blocks(self) -> int:
         """Return the number of equal blocks, which ``ALIKE`` names."""
         return self.decoder_shape().layers
@@ -120,8 +126,11 @@ def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
         mesh = make_mesh(config, here)
-        lab = build_model(config, here.device)
+        on_meta = config.starts_on_meta() and here.tensors_have_values
+        lab = build_model(config, torch.device("meta") if on_meta else here.device)
         model, units = parallelize_model(config, mesh, lab)
+        if on_meta:
+            fill_model(lab, here)
         if config.check == "none":
             measure = partial(here.steps, units=units if config.timeline else None, mesh=mesh)
             train(config, here, lab, model, make_adam(model), measure)
@@ -150,7 +159,16 @@ def build_model(config: Config, device: torch.device, line: int = 0) -> DecoderM
     # One seed for all ranks and lines, so that each can keep its part of the same model.
     torch.manual_seed(0)
     shape = asdict(config.decoder_shape())
-    return DecoderModel(**shape, sequence=config.tokens(), batch=config.batch).to(device)
+    with device if device.type == "meta" else contextlib.nullcontext():
+        return DecoderModel(**shape, sequence=config.tokens(), batch=config.batch).to(device)
+
+
+def fill_model(lab: DecoderModel, here: rank.Session) -> None:
+    """Draw the parts that this rank keeps of a model from the meta device."""
+    lab.to_empty(device=here.device)
+    # On GPUs DTensor draws other numbers on each rank from one seed, but on the CPU the same ones.
+    torch.manual_seed(here.rank if here.device.type == "cpu" else 0)
+    lab.reset_parameters()
 
 
 def parallelize_model(

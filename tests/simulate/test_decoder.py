@@ -200,3 +200,37 @@ def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(mesh, share
         assert result.value("tp/all_reduce_bytes") == pytest.approx(
             sums * 2 * tokens * width + behind_the_blocks, abs=16
         )
+
+
+def parts_from_meta(tp):
+    """What a rank holds of a model that no rank has built: is it as if drawn at once?"""
+    decoder.SHAPES["llama_2_7b"] = decoder.SHAPES["tiny"]
+    config = decoder.Config(model="llama_2_7b", tp=tp)
+    assert config.starts_on_meta()
+    mesh = init_device_mesh("cpu", (2 // tp, tp), mesh_dim_names=("data", "tp"))
+    lab = decoder.build_model(config, torch.device("meta"))
+    assert all(each.is_meta for each in [*lab.parameters(), *lab.buffers()])
+    _, units = decoder.parallelize_model(config, mesh, lab)
+    decoder.fill_model(lab, SimpleNamespace(device=torch.device("cpu"), rank=mesh.get_rank()))
+    whole = decoder.build_model(config, torch.device("cpu"))
+    assert torch.equal(lab.rotations, whole.rotations)
+    ratios = []
+    for mine, drawn in zip(lab.parameters(), whole.parameters(), strict=True):
+        full = mine.full_tensor()
+        assert full.shape == drawn.shape
+        halves = [half for dim in range(full.dim()) for half in full.chunk(2, dim)]
+        same = [torch.equal(*halves[index : index + 2]) for index in range(0, len(halves), 2)]
+        assert full.dim() == 1 or not any(same), "each rank draws numbers of its own"
+        ratios.append(float(full.std() / drawn.std()) if full.dim() > 1 else float(full.mean() / drawn.mean()))
+    return len(units), min(ratios), max(ratios)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_large_model_is_never_whole_on_a_rank(ranks, tp):
+    for units, least, most in ranks(2)(parts_from_meta, tp):
+        assert units == 3 and 0.8 < least <= most < 1.2
+
+
+@pytest.mark.parametrize("how", [{"model": "tiny"}, {"check": "parity"}, {"hybrid": 2}, {"wrap": "none"}])
+def test_what_must_be_equal_on_all_ranks_is_built_whole(how):
+    assert not decoder.Config(**{"model": "llama_2_7b"} | how).starts_on_meta()
