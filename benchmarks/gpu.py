@@ -128,6 +128,10 @@ def measured(preset: str, ranks: int) -> Iterator[Experiment]:
     yield Experiment("measured", "convnext_spatial", ranks, {"preset": preset, "strategy": strategy}, limit_s=90)
     yield Experiment("measured", "fsdp_wrap", ranks, {"preset": preset}, limit_s=90)
     if ranks > 1:
+        if preset == "paper":
+            # NVLink's bandwidth shows with messages of hundreds of MiB alone.
+            sizes = tuple(2**power for power in (10, 14, 18, 22, 25, 28))
+            yield Experiment("measured", "all_reduce", ranks, {"message_bytes": sizes}, limit_s=90)
         for extension in ("fp32", "bf16", "int8"):
             yield Experiment("measured", "allgather_extensions", ranks, {"extension": extension, "dim": 1024})
         yield Experiment("measured", "two_dim", ranks, {"preset": preset, "tp": tp})
