@@ -8,10 +8,12 @@ import socket
 import sys
 import warnings
 from importlib import metadata
+from pathlib import Path
 
 # As in pyproject.toml: from the first on, and below the second.
 MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION = (2, 11), (2, 14)
 NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")
+DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"
@@ -110,13 +112,26 @@ def has_nvidia_driver() -> bool:
     return any(map(os.path.exists, NVIDIA_FILES))
 
 
+def driver_version() -> str:
+    """Return what NVIDIA's driver says of itself, or "" where it says nothing."""
+    try:
+        return DRIVER_VERSION_FILE.read_text().partition("\n")[0]
+    except OSError:
+        return ""
+
+
 def usable_gpus() -> tuple[int, str]:
     """Return how many GPUs this torch can use, and why it cannot use those that are there."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = 0
+        if torch.cuda.is_available():
+            # Before it is initialised, torch counts cards, and of a card in MIG mode CUDA sees one
+            # slice alone.
+            torch.cuda.init()
+            count = torch.cuda.device_count()
     if not count:
         # torch says that a driver is too old as a warning only.
         reason = " ".join(str(each.message).split(". ")[0] for each in said[:1])

@@ -217,7 +217,10 @@ def test_a_session_joins_as_the_rank_that_its_environment_names(monkeypatch):
 
 def set_machine(monkeypatch, wish, gpus, ranks, index=0):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    # A card in MIG mode is eight slices to NVML, of which CUDA shows one.
+    initialized = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: initialized.append(True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus if initialized else 8)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_120"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old GPU")

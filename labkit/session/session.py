@@ -166,6 +166,9 @@ def session() -> Iterator[Session]:
             machine |= {"threads": torch.get_num_threads(), "world_size": world_size}
             machine |= {"tf32_convolutions": torch.backends.cudnn.allow_tf32}
             machine |= {"tf32_matmuls": torch.backends.cuda.matmul.allow_tf32}
+            if device.type == "cuda":
+                machine |= {"cuda": torch.version.cuda, "driver": requirements.driver_version()}
+                machine |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
             write_json(folder.session_json, machine)
         yield here
         if not folder:
