@@ -152,3 +152,9 @@ def test_a_name_that_would_meet_the_one_before_goes_below():
     labels = {text.get_text(): text for text in figures.timeline(run(1, bars)).texts}
     assert [labels[name].get_va() for name in "789"] == ["bottom", "top", "bottom"]
     assert labels["8"].get_position()[1] > labels["7"].get_position()[1], "the axis points down"
+
+
+def test_a_single_rank_is_said_to_send_nothing():
+    said, bars = " one rank sends nothing", [each for each in BARS if each[0] == "compute"]
+    assert said in texts(figures.timeline(run(1, bars)))
+    assert said not in texts(figures.timeline(run(1))) + texts(figures.timeline(run(2, bars)))

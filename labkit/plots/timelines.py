@@ -57,6 +57,9 @@ def timeline(
         for row, name in enumerate(LANES):
             if name in lanes:
                 _draw_lane(ax, lanes[name], top + row - 0.4)
+            elif name == "communication" and result.world_size == 1:
+                said = " one rank sends nothing"
+                ax.text(0, top + row, said, va="center", fontsize="small", color=style.GREY)
         if "exposed" in lanes:
             spans = lanes["exposed"][["start", "length"]].to_numpy()
             ax.broken_barh(spans, (top + 1.42, 0.14), color=style.EXPOSURE_COLOUR)
