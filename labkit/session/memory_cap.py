@@ -23,8 +23,9 @@ ALLOCATION_ERROR_TEXTS = (
 def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     """Let this process allocate at most ``mib`` MiB more than it holds now; None sets no limit.
 
-    On a GPU, torch's allocator enforces the limit. On a CPU, Linux does (RLIMIT_DATA), and counts
-    all writable memory: tensors, but also the stacks of threads, 8 MiB each. Raises
+    On a GPU, torch's allocator enforces the limit, and counts whole segments (2 or 20 MiB) and the
+    workspace of cuBLAS: a little more than the tensors. On a CPU, Linux does (RLIMIT_DATA), and
+    counts all writable memory: tensors, but also the stacks of threads, 8 MiB each. Raises
     MemoryCapExceeded for an allocation beyond it, and ValueError on a CPU without Linux.
     """
     if mib is None:
