@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixture_cuda import write_site
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -23,32 +24,21 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-# Python runs it at its start: torch says that there is a GPU, opens its driver, and does to forks what CUDA does.
-SITE = """
-import contextlib, importlib.util, os, sys
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "torch.cuda":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            real, opened = module.is_available, []
-            def is_available():
-                for driver in ("/dev/nvidiactl", "/dev/dxg"):
-                    with contextlib.suppress(OSError):
-                        opened.append(os.open(driver, os.O_RDONLY))
-                real()
-                return True
-            module.is_available = is_available
-        spec.loader.exec_module = exec_module
-        return spec
-sys.meta_path.insert(0, Finder())
+# A torch that says that there is a GPU, opens its driver, and does to forks what CUDA does.
+IMITATING = """
+import contextlib
+def replace(real):
+    opened = []
+    def is_available():
+        for driver in ("/dev/nvidiactl", "/dev/dxg"):
+            with contextlib.suppress(OSError):
+                opened.append(os.open(driver, os.O_RDONLY))
+        real()
+        return True
+    return is_available
 """
 RUNS = """
-import json, sys, time, labkit
+import json, time, labkit
 for _ in range({rounds}):
     begun = time.perf_counter()
     result = labkit.run("{program}", nproc=2, device="cpu", warm={warm})
@@ -81,7 +71,6 @@ def run_with_driver_file(command, driver, folder, **environment):
         steps.append(f"touch {name} && mount --bind /dev/{name} {name}")
     steps += ["ln -s /proc/self/fd fd", "mkdir shm && mount --rbind /dev/shm shm", f"touch {driver}"]
     steps += ["mount --rbind . /dev", f"cd {shlex.quote(str(ROOT))}", shlex.join(map(str, command))]
-    (folder / "site").mkdir(exist_ok=True)
     answer = subprocess.run(
         ["unshare", "--mount", "sh", "-ec", "\n".join(steps)],
         capture_output=True,
@@ -92,14 +81,13 @@ def run_with_driver_file(command, driver, folder, **environment):
     return answer.stdout
 
 
-def imitate_runs(driver, folder, python=sys.executable, rounds=ROUNDS, warm=True):
+def imitate_runs(driver, folder, python=sys.executable, warm=True):
     """Whether each run was warm, its seconds, and what its ranks were told by torch."""
-    (folder / "site").mkdir(exist_ok=True)
-    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    write_site(folder / "site", IMITATING)
     toolkit = folder / "cuda" / "bin"
     toolkit.mkdir(parents=True, exist_ok=True)
     (toolkit / "nvcc").touch(0o755)
-    code = RUNS.format(rounds=rounds, warm=warm, program=ROOT / "tests" / "programs" / "asking_for_gpus.py")
+    code = RUNS.format(rounds=ROUNDS, warm=warm, program=ROOT / "tests" / "programs" / "asking_for_gpus.py")
     where = {"PYTHONPATH": f"{folder / 'site'}:{ROOT}", "CUDA_HOME": str(toolkit.parent), "LABKIT_QUEUE": "0"}
     lines = run_with_driver_file([python, "-c", code], driver, folder, **where).splitlines()
     return [json.loads(line) for line in lines if line.startswith("[")]
@@ -131,7 +119,7 @@ def test_a_driver_that_is_too_old_is_named_by_doctor_and_by_the_run(tmp_path):
     stub = [tmp_path / "driver.c", "-o", tmp_path / "libcuda.so.1"]
     subprocess.run(["gcc", "-shared", "-fPIC", *stub], check=True)
     code = (
-        "import labkit, json; from labkit import doctor; print(doctor.check_gpus())\n"
+        "import labkit; from labkit import doctor; print(doctor.check_gpus())\n"
         "print(labkit.run('all_reduce', nproc=2, repeats=1).session['note'])"
     )
     where = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixture_cuda import write_site
 
 import labkit
 from labkit import plots
@@ -17,34 +18,21 @@ PROGRAMS = Path(__file__).parent / "programs"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TRACES = sorted((SHARED / "traces").glob("*.json.gz"))
 
-# Python runs it at its start: a torch that notes each question for GPUs, and says yes as a GPU host would.
-SITE = """
-import atexit, os, sys, importlib.abc, importlib.util
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "torch.cuda":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            real = module.is_available
-            def is_available():
-                with open(os.environ["ASKED"], "a") as file:
-                    file.write(f"{os.environ.get('RANK', 'launcher')}\\n")
-                return real()
-            module.is_available = is_available
-        spec.loader.exec_module = exec_module
-        return spec
-sys.meta_path.insert(0, Finder())
+# A torch that notes who asks for GPUs.
+NOTING = """
+def replace(real):
+    def is_available():
+        with open(os.environ["ASKED"], "a") as file:
+            file.write(f"{os.environ.get('RANK', 'launcher')}\\n")
+        return real()
+    return is_available
 """
 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_neither_torchrun_nor_the_warm_parent_asks_for_gpus(warm, tmp_path, monkeypatch):
     """Whoever asks can no longer be forked: on a GPU host each rank would start a new Python."""
-    (tmp_path / "sitecustomize.py").write_text(SITE)
+    write_site(tmp_path, NOTING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     result = labkit.run(PROGRAMS / "asking_for_gpus.py", nproc=2, warm=warm)
