@@ -171,6 +171,7 @@ def test_a_deadlock_shows_every_ranks_line(cell):
     assert "no end after 4 s" in text
     first, others = text.split("ranks 1–2:")
     assert "rank 0:" in first and "-->   7 |     dist.all_reduce(x)" in first
+    assert "not done: gloo:all_reduce of float[2]" in first and "not done" not in others
     assert "-->  10 |     time.sleep(60)" in others
 
 

@@ -112,6 +112,8 @@ def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(pids, time_flies)
     assert late.timeout_s == 300
     assert "in wait_for_godot" in late.stacks[1]
     assert "in all_reduce" in late.stacks[0]
+    assert "not done: gloo:all_reduce of float[1], call 2 of default_pg" in late.stacks[0]
+    assert "not done" not in late.stacks[1] and "pending_calls" not in str(late)
     assert "frozen runpy" not in late.stacks[0]
     assert late.output == {0: "rank 0 is ready", 1: "rank 1 is ready"}
     assert "no end after 300 s" in str(late)

@@ -29,6 +29,7 @@ from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
 from labkit.launcher.run import run_with_payload
 from labkit.runs.folder import RunFolder, read_json
 from labkit.runs.result import RunResult
+from labkit.session.pending_calls import PENDING_WORDS
 
 PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
 # The same values as in session/cell.py, which would import torch.
@@ -192,6 +193,9 @@ def places_text(stacks: Mapping[int, str], text: str) -> str:
             # The innermost line comes first in a thread, and the main thread last of all.
             if numbers := CELL_FRAME_PATTERN.findall(thread):
                 places[rank] = mark_line(text, int(numbers[0]))
+        pending = [line for line in stack.splitlines() if line.startswith(PENDING_WORDS)]
+        if "-->" in places[rank]:
+            places[rank] = "\n".join([places[rank], *pending])
     return "\n".join(f"{who}:\n{place}" for who, place in group_by_text(places))
 
 

@@ -22,6 +22,7 @@ from labkit.environment import ENV_HOST_INDEX, ENV_RUN_FOLDER
 from labkit.launcher import warm_start
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT, RunFolder
+from labkit.session import pending_calls
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
@@ -169,7 +170,10 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def read_stack(folder: RunFolder, rank: int) -> str:
     """Return the stacks that a rank dumped, without the frames of every start, or ""."""
-    lines = read_if_exists(folder.stack(rank)).splitlines()
+    threads = read_if_exists(folder.stack(rank)).split("\n\n")
+    # Without the thread that answers for the others.
+    shown = "\n\n".join(each for each in threads if pending_calls.__file__ not in each)
+    lines = shown.splitlines()
     return "\n".join(line for line in lines if not any(frame in line for frame in STARTUP_FRAMES))
 
 
@@ -193,6 +197,8 @@ def collect_stacks(
         if pid in living:
             # The rank may have ended since.
             with contextlib.suppress(ProcessLookupError):
+                # The first answer needs a thread of the rank, the second none.
+                os.kill(pid, pending_calls.ASKING_SIGNAL)
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(rank)
     # The folder may have been deleted.

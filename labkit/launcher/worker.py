@@ -2,8 +2,8 @@
 
 PROGRAM is the path of a .py file or a module name; what follows is its command line. It behaves
 as under a bare torchrun, and besides: output goes to the rank's log, an exception to its error
-file, SIGUSR1 dumps the stacks, and the rank dies with torchrun. To start fast, this imports nothing
-that is large, such as torch.
+file, SIGUSR1 dumps the stacks, SIGUSR2 the collectives that are not done, and the rank dies with
+torchrun. To start fast, this imports nothing that is large, such as torch.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from labkit.environment import ENV_HOST_NAME, ENV_RUN_FOLDER, ENV_TORCHRUN_PID
 from labkit.errors import shorten
 from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
+from labkit.session import pending_calls
 from labkit.session.process_exit import exit_process, exit_status, print_error_and_status
 
 PR_SET_PDEATHSIG = 1
@@ -50,6 +51,7 @@ def main() -> NoReturn:
     # Native crashes write the Python stacks there.
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    pending_calls.answer_on_signal(stacks)
     if ENV_HOST_NAME in os.environ:
         write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
     # Last, because a reader of this file may send SIGUSR1 at once.
