@@ -179,7 +179,8 @@ def train(
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
         # Not in the additional step, in which messages are counted.
         if config.costs and index < 2 + config.steps:
-            time_backward_and_pieces(here, step, other, silent)
+            with step.untimed():
+                time_backward_and_pieces(here, step, other, silent)
         optimizer.zero_grad()
         step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
@@ -218,7 +219,8 @@ def forward_backward(
     """Run forward and backward pass of each batch of a step; return the last loss."""
     batches = ddp.DDP_CASES[config.case].batches
     for batch, synced in enumerate(batches):
-        inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))
+        with step.untimed():
+            inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))
         with ddp.gradient_sync(model, synced):
             with step.span("forward"):
                 loss = lab.get_loss(inputs, model(*inputs))

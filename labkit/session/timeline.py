@@ -7,10 +7,11 @@
     communication   [gather 2]                        hidden: gathered while unit 1 computed
 
 Communication is the work of gloo's threads or NCCL's kernels. Compute is every other kernel on a
-GPU; on a CPU, it is all that this rank does except requesting a collective and waiting for it. A
-collective lasts until its last rank has arrived. The trace names no unit for it, but for its
-request: FSDP2 requests inside ranges such as ``FSDP::all_gather (layers.2)``, and ``_mark_passes``
-marks other techniques' units. The profiler slows a step down: take durations from timed steps.
+GPU, but FSDP2's copies of what it sends belong to communication. On a CPU, compute is all that this
+rank does except requesting a collective and waiting for it. A collective lasts until its last rank
+has arrived. The trace names no unit for it, but for its request: FSDP2 requests inside ranges such
+as ``FSDP::all_gather (layers.2)``, and ``_mark_passes`` marks other techniques' units. The profiler
+slows a step down: take durations from timed steps.
 """
 
 import contextlib
@@ -55,6 +56,8 @@ _UNIT_BEGINS_AT_START = {FORWARD_MARK, BACKWARD_MARK, "FSDP::pre_forward", "FSDP
 _UNIT_ENDS_AT_START = {BACKWARD_END_MARK}
 _UNIT_ENDS_AT_END = {FORWARD_MARK, "FSDP::post_forward", "FSDP::post_backward_reduce"}
 _FSDP_REQUESTS = {"FSDP::all_gather", "FSDP::post_backward_reduce"}
+# In these FSDP2 copies what it sends and has received: on a GPU by kernels.
+_FSDP_COPIES = {*_FSDP_REQUESTS, "FSDP::all_gather_copy_out"}
 # Shorter gaps, in which nothing is waited for, do not split the compute of a unit.
 CPU_GAP_US, KERNEL_GAP_US = 100.0, 10.0
 _NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
@@ -291,10 +294,13 @@ class _HostActivity:
         # Before the first unit, and before the first request of FSDP2.
         self._units = [(-math.inf, ROOT_UNIT), *_unit_changes(marks)]
         self._fsdp_requests = [(-math.inf, -math.inf, "")]
+        self._fsdp_copies = [(-math.inf, -math.inf, "")]
         for label, unit, event in marks:
+            span = event["ts"], event["ts"] + event["dur"], unit
             if label in _FSDP_REQUESTS:
-                end = event["ts"] + event["dur"]
-                self._fsdp_requests.append((event["ts"], end, unit))
+                self._fsdp_requests.append(span)
+            if label in _FSDP_COPIES:
+                self._fsdp_copies.append(span)
 
     def compute_bars(self) -> Iterator[LaneBar]:
         """Return the compute of the CPU."""
@@ -309,8 +315,10 @@ class _HostActivity:
             # A kernel may have been launched before the step.
             launch = self._launch(event)
             phase, asked_at = (self._phase(launch), launch["ts"]) if launch else ("forward", 0.0)
-            unit = self._unit(asked_at, phase)
-            yield LaneBar("compute", unit, phase, event["ts"], event["dur"])
+            lane, unit = "compute", self._unit(asked_at, phase)
+            if launch and (copied := _span_at(self._fsdp_copies, asked_at)):
+                lane, unit, phase = "communication", copied, "copy"
+            yield LaneBar(lane, unit, phase, event["ts"], event["dur"])
 
     def communication_bars(
         self, nccl: Iterable[TraceEvent], gloo: Iterable[TraceEvent]
@@ -330,7 +338,7 @@ class _HostActivity:
         buckets = itertools.count()
         for event, name, asked_by in sorted(collectives, key=lambda each: each[0]["ts"]):
             what, unit = _collective_name(name), ""
-            if asked_by and not (unit := self._fsdp_unit(asked_by["ts"])):
+            if asked_by and not (unit := _span_at(self._fsdp_requests, asked_by["ts"])):
                 backward, unit = self._phase(asked_by) == "backward", self._unit(asked_by["ts"])
                 if what == "all_reduce" and backward:
                     # DDP's buckets have numbers.
@@ -356,10 +364,11 @@ class _HostActivity:
         unit: str = _last_before(self._units, moment)[1]
         return "" if phase == "optimizer" else unit
 
-    def _fsdp_unit(self, moment: float) -> str:
-        """Return the unit for which FSDP2 requested communication at this time, or ""."""
-        _, end, unit = _last_before(self._fsdp_requests, moment)
-        return unit if moment <= end else ""
+
+def _span_at(spans: Sequence[tuple[float, float, str]], moment: float) -> str:
+    """Return the unit of the span, among some sorted by start, that holds a moment, or ""."""
+    _, end, unit = _last_before(spans, moment)
+    return unit if moment <= end else ""
 
 
 def _last_before(found: Sequence[Any], moment: float) -> Any:
