@@ -161,6 +161,9 @@ torch.distributed.elastic.multiprocessing.api
     SubprocessContext._start: replaced: the store starts its thread only after the last fork
     PContext.close: replaced: after a failure the other ranks have 2 s to obey SIGTERM, not 30
 
+[session] which collectives hang, where a run is stopped
+torch._C._distributed_c10d:_dump_fr_trace_json: torch's flight recorder
+
 [session] every run that measures its traffic, and a clean end of every session
 torch.distributed.distributed_c10d
     _world: all process groups of this process

@@ -4,14 +4,16 @@ A Python stack ends where the program waits. On a GPU this is the next synchroni
 collective that hangs, which only torch's flight recorder names.
 """
 
+import _thread
 import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from typing import IO, Any
+
+from labkit import torch_private
 
 ASKING_SIGNAL = signal.SIGUSR2
 PENDING_WORDS = "not done:"
@@ -33,16 +35,17 @@ def answer_on_signal(answer: IO[Any]) -> None:
                 answer.write("\n".join(["", *describe_pending_calls(), "", ""]))
                 answer.flush()
 
-    threading.Thread(target=serve, daemon=True).start()
+    # Not of the module threading, where a program would find a thread that it has not started.
+    _thread.start_new_thread(serve, ())
 
 
 def describe_pending_calls() -> list[str]:
     """Return a line for each collective of this process that is not done."""
-    # Programs need not use torch, and older versions have no recorder of gloo's calls.
-    c10d = sys.modules.get("torch._C._distributed_c10d")
+    # Programs need not use torch, and it may lack the recorder.
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-        found = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])  # type: ignore
+    if "torch.distributed" in sys.modules:
+        with contextlib.suppress(RuntimeError, ValueError):
+            found = json.loads(torch_private.dump_fr_trace_json(True, False)).get("entries", [])
     return [_describe(entry) for entry in found if not entry["retired"]]
 
 
