@@ -8,6 +8,7 @@ checked by ``make lint``.
 | folder or module                  | purpose                                                   |
 |-----------------------------------|-----------------------------------------------------------|
 | torch_private, errors             | private names of torch with their reasons; exceptions     |
+| pause                             | what happens where a module's passes begin                |
 | theory, models, tensors, inductor | formulas and single-device code without ranks or runs     |
 | instrument, local_ranks           | what FSDP calls; all ranks in one process                 |
 | requirements, environment         | limits of the machine, LABKIT_ variables                  |
@@ -48,6 +49,7 @@ try:
     from labkit.launcher.run import check, run, sweep, use_one_device
     from labkit.launcher.warm_start import fork_server_manager
     from labkit.runs.result import RunResult, load
+    from labkit.theory.emulated import Emulated
 except (ImportError, AttributeError) as error:
     # A random.py in the current folder is imported instead of Python's own.
     if hiding := hiding_files(sys.path):
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from labkit_simulate.search_result import SearchResult
 
 __all__ = ["HostLost", "LabError", "NotAllHosts", "ParameterError", "RankFailed", "RecordError"]
-__all__ += ["Host", "RunResult", "RunTimedOut", "SearchResult"]
+__all__ += ["Emulated", "Host", "RunResult", "RunTimedOut", "SearchResult"]
 __all__ += ["check", "load", "plan", "run", "simulate", "submit", "sweep"]
 __all__ += ["use_one_device"]
 

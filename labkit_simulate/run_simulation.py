@@ -148,6 +148,7 @@ def make_simulation_request(
         **fields,
         device="cpu",
         hosts=[],
+        emulate=None,
         ranks=select_ranks(rank, world_size, Path(fields["program_path"]), fields["params"]),
         hardware=kind,
         ranks_per_host=ranks_per_host,

@@ -9,7 +9,7 @@ only what a unit gathers before it computes is rounded, or sent twice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -163,11 +163,32 @@ def build_sharded_network(
     # Before FSDP, whose hooks stay outside of the compiled code.
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
+    else:
+        here.emulate_units(layer for layer in model if list(layer.parameters()))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
     # A check builds other extensions too, for which the choice of scales was not meant.
     scales = config.scales if extension == config.extension else ""
-    reshard, chosen = config.reshard_after_forward, resolve_extension(extension, scales)
+    reshard = config.reshard_after_forward
+    chosen = with_emulated_memory(here, resolve_extension(extension, scales))
     return apply_extension(model, mesh, chosen, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def with_emulated_memory(here: rank.Session, extension: ExtensionChoice) -> ExtensionChoice:
+    """Let encoding and decoding take the time of an emulated device's memory."""
+    if not isinstance(extension, tensors.Extension):
+        return extension
+
+    def encode(shard: Tensor) -> tuple[Tensor, ...]:
+        sent = extension.encode(shard)
+        here.emulate_memory(shard, *sent)
+        return sent
+
+    def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        whole = extension.decode(gathered, dtype)
+        here.emulate_memory(*gathered, whole)
+        return whole
+
+    return replace(extension, encode=encode, decode=decode)
 
 
 def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:

@@ -135,10 +135,13 @@ def main(config: Config) -> None:
             here.finish_check(**check(build, mesh, case, **how), case=config.case)
             return
         lab = build()
+        # A pause would cut a compiled program in two.
+        here.emulate_units(lab.children() if config.mode != "compiled" else ())
         technique = ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how)
         with technique as (model, programs):
             if config.race:
                 other = build()
+                here.emulate_units(other.children())
                 rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
                 race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
             else:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from labkit import parity, rank
 from labkit.config import PositiveInt
-from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.fsdp import Precision, apply_fsdp
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
@@ -128,6 +128,7 @@ def main(config: Config) -> None:
         mesh = make_mesh(config, here)
         on_meta = config.starts_on_meta() and here.tensors_have_values
         lab = build_model(config, torch.device("meta") if on_meta else here.device)
+        here.emulate_units(find_blocks(lab, lab.block_types), share=1 / config.tp)
         model, units = parallelize_model(config, mesh, lab)
         if on_meta:
             fill_model(lab, here)

@@ -192,8 +192,10 @@ def run_session(config: Config, here: rank.Session) -> None:
     """Train and measure, or compare, within a session."""
     fsdp_wrap.silence_warnings()
     lab = build_model(config, here.device, here.rank)
-    for block in find_blocks(lab, config.blocks or lab.block_types):
+    blocks = find_blocks(lab, config.blocks or lab.block_types)
+    for block in blocks:
         delay_compute(block, config.delay_ms)
+    here.emulate_units(blocks)
     mesh = make_mesh(config, here)
     model, units = parallelize_model(config, mesh, lab)
     scaler = make_grad_scaler(config, here.device)

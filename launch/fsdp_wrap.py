@@ -135,6 +135,7 @@ def main(config: Config) -> None:
         # Before wrapping, so that a delay lies between a unit's gather and its release.
         for block in find_blocks(lab, lab.block_types):
             delay_compute(block, config.delay_ms)
+        here.emulate_units(find_blocks(lab, lab.block_types))
         # Experts, which differ from rank to rank, are units on the axis of one rank.
         mesh = here.mesh(data=here.world_size, alone=1)
         model, units = parallelize_model(config, mesh, lab)

@@ -25,7 +25,7 @@ from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
 from labkit.parallel import small_tensor_parallel
-from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
@@ -176,6 +176,8 @@ def parallelize_model(
 def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
     """Run forward pass, backward pass and update in every measured step."""
     lab = build_model(config, mesh, here.device)
+    # The batch is that of all ranks.
+    here.emulate_units(find_blocks(lab, lab.block_types), share=1 / here.world_size)
     model = parallelize_model(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     # A memory tracker needs parameters that are leaves, which those of ddp_tp are not.

@@ -113,17 +113,17 @@ def test_a_program_alone_prints_its_table_last(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rank 0"
     shown = {line.split()[0]: line for line in lines[1:]}
-    assert shown["forward"].endswith(" ms    mean of 3 steps")
+    assert shown["forward"].endswith(" ms    median of 3 steps")
     assert shown["all_reduce"].split()[1:] == ["64", "bytes", "in", "1", "calls", "a", "step"]
     assert shown["peak_parameter"].endswith(" 80 bytes")
     assert "loss" not in shown
 
 
-def test_the_table_shows_means_of_the_timed_steps():
+def test_the_table_shows_medians_of_the_timed_steps():
     writer = records.RecordWriter(None, 3)
     for step, took_us in enumerate((10_000, 20_000, 60_000)):
         writer.write("span", "forward", step, start_us=0.0, dur_us=float(took_us))
-    assert SESSION.records_text(writer).split() == ["rank", "3", "forward", "30.0", "ms", "mean", "of", "3", "steps"]
+    assert SESSION.records_text(writer).split() == ["rank", "3", "forward", "20.0", "ms", "median", "of", "3", "steps"]
 
 
 def test_under_a_run_records_go_into_its_folder_and_nothing_is_printed(tmp_path, capsys):
@@ -418,7 +418,7 @@ def test_the_lab_program_runs_alone(repository):
     assert answer.returncode == 0, answer.stderr
     shown = {line.split()[0] for line in answer.stdout.splitlines()}
     assert shown >= {"rank", "forward", "backward", "optimizer", "step", "resident", "peak_activation"}
-    assert "mean of 2 steps" in answer.stdout
+    assert "median of 2 steps" in answer.stdout
 
 
 def test_a_rank_may_leave_as_soon_as_it_has_joined(tmp_path):

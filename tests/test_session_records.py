@@ -47,7 +47,7 @@ def test_the_table_of_a_rank_names_the_axis_and_shows_bytes_in_words():
     rows = [" ".join(row.split()) for row in records_text(writer).splitlines()]
     assert rows == [
         "rank 2",
-        "forward 2.0 ms mean of 1 steps",
+        "forward 2.0 ms median of 1 steps",
         "all_reduce 5.12 kB in 3 calls a step",
         "tp/all_reduce 5.12 kB in 3 calls a step",
         "peak_total 2.5 MB",

@@ -8,7 +8,7 @@ from labkit.launcher import process
 from labkit.launcher.warm_start import WarmTorchrun
 from labkit.runs.folder import RunFolder
 
-CLUSTER_MODULE = "labkit_cluster.hosts"
+CLUSTER_MODULE, SIMULATOR = "labkit_cluster.hosts", "labkit_simulate"
 
 
 class RunHost(Protocol):
@@ -70,3 +70,8 @@ class LocalBackend:
 def load_cluster() -> Any:
     """Import the package for several hosts by name, because the core does not depend on it."""
     return importlib.import_module(CLUSTER_MODULE)
+
+
+def load_simulator(module: str) -> Any:
+    """Import a module of the simulator by name, because the core does not depend on it."""
+    return importlib.import_module(f"{SIMULATOR}.{module}")

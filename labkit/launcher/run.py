@@ -22,7 +22,13 @@ from labkit import config, program_source, requirements
 from labkit.environment import ENV_DEVICE, ENV_NETWORK, ENV_QUEUE, ENV_SHARE_GPUS, read_choice
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits
-from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster
+from labkit.launcher.backend import (
+    Backend,
+    LocalBackend,
+    RunHost,
+    load_cluster,
+    load_simulator,
+)
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.run_queue import ResourceNeeds, wait_for_turn
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
@@ -33,6 +39,7 @@ from labkit.runs.folder import ROOT, RunFolder, read_json, write_json
 from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
 from labkit.runs.verdict import finished_exit
+from labkit.theory.emulated import Emulated
 
 DEVICES = ("auto", "cpu", "cuda")
 RANKS_PER_CORE = 64
@@ -50,6 +57,7 @@ def run(
     warm: bool | None = None,
     use: Mapping[str, Any] | None = None,
     hosts: Sequence[str | RunHost] | None = None,
+    emulate: Emulated | str | None = None,
     **params: Any,
 ) -> RunResult:
     """Run a rank program and return what its ranks measured.
@@ -68,6 +76,8 @@ def run(
         hosts: machines to run on instead of this one: ssh names that need no password, or ``Host``
             objects. Each needs this labkit and the same torch. Ranks are numbered in host order,
             and their records and output are copied here.
+        emulate: hardware whose links and devices the ranks wait for, see ``Emulated``; or the name
+            of one, such as "h100-8x", for blocks of Llama 2 in slow motion.
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
@@ -82,7 +92,7 @@ def run(
         HostLost: a host was lost or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    where = {"nproc": nproc, "device": device, "hosts": hosts}
+    where = {"nproc": nproc, "device": device, "hosts": hosts, "emulate": emulate}
     request = make_run_request(program, **where, timeout_s=timeout_s, warm=warm, use=use, **params)
     return execute_request(request, b"" if use is None else payload_pickling.pack_payload(use))
 
@@ -170,6 +180,7 @@ class RunRequest:
     warm: bool | None
     use: dict[str, str]
     hosts: list[RunHost]
+    emulate: Emulated | None
 
     @property
     def local_world_size(self) -> int:
@@ -203,6 +214,7 @@ def make_run_request(
     warm: Any = None,
     use: Any = None,
     hosts: Any = None,
+    emulate: Any = None,
     **params: Any,
 ) -> RunRequest:
     """Validate the arguments of ``run`` without starting anything."""
@@ -221,9 +233,27 @@ def make_run_request(
     if network_namespace.is_namespace_requested() and places:
         rule = "keeps ranks to this machine, so none can run on hosts: unset it"
         raise ParameterError(f"{ENV_NETWORK}=own {rule}")
+    hardware = resolve_emulated(emulate)
+    if hardware:
+        if device == "cuda" or places:
+            what = "device='cuda'" if device == "cuda" else "hosts="
+            rule = "emulate= lets ranks on this machine's CPU wait for other hardware"
+            raise ParameterError(f"{rule}, so it cannot go with {what}: leave one out")
+        device = "cpu"
     nproc *= max(1, len(places))
     fields = validate_program(program, params, nproc, timeout_s, warm, use)
-    return RunRequest(device=device, hosts=places, **fields)
+    return RunRequest(device=device, hosts=places, emulate=hardware, **fields)
+
+
+def resolve_emulated(emulate: Any) -> Emulated | None:
+    """Return the hardware to emulate; raise ParameterError for what is neither it nor a name."""
+    if emulate is None or isinstance(emulate, Emulated):
+        return emulate
+    if isinstance(emulate, str):
+        slow_motion: Emulated = load_simulator("emulated_hardware").slow_motion(emulate)
+        return slow_motion
+    kinds = "give labkit.Emulated(latency_us=100, gb_per_s=0.3) or a name such as 'h100-8x'"
+    raise ParameterError(f"emulate = {emulate!r} is no hardware: {kinds}")
 
 
 def validate_program(

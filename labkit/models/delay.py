@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from labkit import torch_private
 from labkit.models.nested import NestedWrappedModule
 from labkit.models.protocol import LabModel
-from labkit.torch_private import tree_leaves, tree_map_only
+from labkit.pause import attach_pause, pause_once
 
 _CALIBRATION_CYCLES = 20_000_000
 
@@ -41,48 +41,14 @@ def pause_device(ms: float, device: torch.device) -> None:
         time.sleep(ms / 1e3)
 
 
-class _PauseBackward(torch.autograd.Function):
-    """The identity, with a pause in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
-        ctx.ms = ms
-        # FSDP2 warns about blocks that return a view of their input.
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        pause_device(ctx.ms, grads[0].device)
-        return grads[0], None
-
-
-def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
-    """Pause in the backward pass of the first tensor with a gradient; tell whether there is one."""
-    found = False
-
-    def attach_pause(x: Tensor) -> Tensor:
-        nonlocal found
-        if found or not x.requires_grad:
-            return x
-        found = True
-        delayed: Tensor = _PauseBackward.apply(x, ms)
-        return delayed
-
-    return tree_map_only(Tensor, attach_pause, values), found
-
-
 def delay_compute(block: nn.Module, ms: float) -> None:
     """Lengthen a block's forward and backward pass by ``ms`` milliseconds each, in place."""
 
-    # Before the block is wrapped, so that the delay lies between the gathering of its parameters
-    # and their release. In the backward pass the delay comes first.
-    def pause_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        pause_device(ms, next(tensors).device)
-        return _pause_once(output, ms)[0]
+    def pause(device: torch.device) -> None:
+        pause_device(ms, device)
 
     if ms > 0:
-        block.register_forward_hook(pause_forward)
+        attach_pause(block, pause, pause)
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
@@ -91,13 +57,16 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
     # in a model's first block, the delay is at the output, before the block's gradients.
     at_input = False
 
+    def pause(device: torch.device) -> None:
+        pause_device(ms, device)
+
     def pause_at_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal at_input
-        changed, at_input = _pause_once((args, kwargs), ms)
+        changed, at_input = pause_once((args, kwargs), pause)
         return changed
 
     def pause_at_output(module: nn.Module, args: Any, output: Any) -> Any:
-        return output if at_input else _pause_once(output, ms)[0]
+        return output if at_input else pause_once(output, pause)[0]
 
     if ms > 0:
         block.register_forward_pre_hook(pause_at_input, with_kwargs=True)

@@ -112,7 +112,7 @@ def latency_bars(results: Runs, *, ax: Axes | None = None) -> Axes:
         times[label] = {phase: result.value(f"{phase}_ms") for phase in phases}
     ends = [sum(parts.values()) for parts in times.values()]
     style.draw_rows(ax, times, phases, [f"{end:.0f} ms" for end in ends])
-    ax.set_xlabel("time of one training step, ms (mean of the timed steps, slowest rank)")
+    ax.set_xlabel("time of one training step, ms (median of the timed steps, slowest rank)")
     ax.set_xlim(0, max(ends) * 1.15)
     style.add_legend_above(ax, 3, style.legend_patches(phases))
     return style.add_stamp(ax, results.values())

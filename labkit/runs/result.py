@@ -141,7 +141,9 @@ class RunResult:
 
     @property
     def device(self) -> str:
-        """The kind of device: "cpu", "cuda" or "simulated"; "unknown" if no session was opened."""
+        """The kind of device: "cpu", "cuda", "emulated" or "simulated"; "unknown" if no session was
+        opened.
+        """
         return str(self.session.get("device", "unknown"))
 
     @property
@@ -182,7 +184,7 @@ class RunResult:
         | name                                 | meaning                                        |
         |--------------------------------------|------------------------------------------------|
         | a scalar, such as loss               | its last step, mean over ranks                 |
-        | SPAN_ms                              | mean over timed steps, of the slowest rank     |
+        | SPAN_ms                              | median of timed steps, of the slowest rank     |
         | MEMORY_bytes                         | the largest of all ranks and steps             |
         | COLLECTIVE_count, COLLECTIVE_bytes   | of a step, passed to calls, the largest rank's |
         | COLLECTIVE_wire_bytes                | that leave a rank in a ring                    |
@@ -338,7 +340,7 @@ def _values_by_name(rows: pandas.DataFrame, several_hosts: bool) -> dict[str, An
     spans, memory, comm, scalars = (
         rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar")
     )
-    mean_us = _drop_warmup(spans).groupby("name")["dur_us"].mean()
+    median_us = _drop_warmup(spans).groupby("name")["dur_us"].median()
     # The warm-up counts too: a peak is a peak.
     most_bytes = memory.groupby("name")["bytes"].max()
     comm = comm.assign(
@@ -359,7 +361,7 @@ def _values_by_name(rows: pandas.DataFrame, several_hosts: bool) -> dict[str, An
     largest = by_step.sum(min_count=1).groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
     return {
-        **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
+        **{f"{name}_ms": float(value) / 1000 for name, value in median_us.items()},
         **{f"{name}_bytes": int(value) for name, value in most_bytes.items()},
         **{f"{name}_{field}": _as_int_if_whole(value) for (name, field), value in largest.items()},
         **{str(name): float(value) for name, value in last.items()},

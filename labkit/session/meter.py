@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit import torch_private
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session import timeline
+from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.traffic import CommunicationCounter
 
 # labkit's names for those of torch's trackers that have spaces and short forms of them.
@@ -87,8 +88,10 @@ class Meter:
     # Whether a rank on a CPU keeps to its share of the host's cores.
     pins_cores: ClassVar[bool] = True
 
-    def __init__(self, writer: RecordWriter, device: torch.device):
-        self.writer, self.device = writer, device
+    def __init__(
+        self, writer: RecordWriter, device: torch.device, emulated: EmulatedDevice | None = None
+    ):
+        self.writer, self.device, self.emulated = writer, device, emulated
         self._origin = self.mark_time()
 
     def device_kind_and_name(self) -> tuple[str, str]:
@@ -148,6 +151,8 @@ class Meter:
                 # What building the model has cached counts as reserved until it is given back.
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(self.device)
+            if self.emulated:
+                self.emulated.start_step()
             step = Step(index, index >= 0, self)
             with step.span("step"):
                 yield step

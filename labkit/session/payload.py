@@ -30,6 +30,7 @@ from labkit.environment import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, read_json
+from labkit.theory.emulated import Emulated, read_emulated
 
 ConfigType = TypeVar("ConfigType")
 ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
@@ -49,6 +50,12 @@ def load_config(config_class: type[ConfigType]) -> ConfigType:
     if folder and not sys.argv[1:]:
         return build_config(config_class, read_json(folder.run_json).get("params", {}))
     return parse_argv(config_class, sys.argv[1:])
+
+
+def load_emulated() -> Emulated | None:
+    """Return the hardware that this run emulates, or None."""
+    folder = current_run_folder()
+    return read_emulated(read_json(folder.run_json).get("emulate")) if folder else None
 
 
 def replaceable(function: ReplaceableFunction) -> ReplaceableFunction:

@@ -18,13 +18,14 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
@@ -42,7 +43,8 @@ from labkit.environment import (
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
-from labkit.session import payload
+from labkit.session import emulated_wire, payload
+from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.memory_cap import cap_memory
 from labkit.session.meter import Meter, Step
 from labkit.session.process_exit import exit_process, print_error_and_status
@@ -65,9 +67,17 @@ _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 class Session:
     """This rank, while its session lasts."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, writer: RecordWriter):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        writer: RecordWriter,
+        emulated: EmulatedDevice | None = None,
+    ):
+        self._emulated = emulated
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._writer, self._meter = writer, meter_class(writer, device)
+        self._writer, self._meter = writer, meter_class(writer, device, emulated)
         self.tensors_have_values = self._meter.tensors_have_values
         # Measured training steps, and those of a check.
         self.steps, self.plain_steps = self._meter.steps, self._meter.plain_steps
@@ -81,6 +91,20 @@ class Session:
         with batch_schedule_new_threads(self.device):
             sizes, names = tuple(axes.values()), tuple(axes)
             return device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+    def emulate_units(self, units: Iterable[nn.Module], share: float = 1.0) -> None:
+        """Let these modules take the time of emulated units, where the run emulates hardware.
+
+        Before they are wrapped: a unit's time lies between the gathering of its parameters and
+        their release. ``share`` is the part of a unit's arithmetic that this rank does.
+        """
+        if self._emulated:
+            self._emulated.add_units(units, share)
+
+    def emulate_memory(self, *tensors: torch.Tensor) -> None:
+        """Wait for as long as an emulated device reads or writes these tensors."""
+        if self._emulated:
+            self._emulated.move(sum(each.nbytes for each in tensors))
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """Let this rank allocate at most ``mib`` MiB more than now, see memory_cap.cap_memory."""
@@ -152,14 +176,21 @@ def session() -> Iterator[Session]:
         pin_to_own_cores(cores)
     folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
+    hardware = payload.load_emulated()
+    wire = emulated_wire.use_wire(hardware) if hardware else None
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        if wire:
+            backend = emulated_wire.BACKEND
         dist.init_process_group(backend, device_id=own, **joining)
     failed = True
     try:
-        here = Session(rank, world_size, device, writer)
+        emulated = EmulatedDevice(wire) if wire else None
+        here = Session(rank, world_size, device, writer, emulated)
         if folder and rank == rank_of_process(0):
             kind, name = here._meter.device_kind_and_name()
+            if hardware:
+                kind, name = "emulated", hardware.describe()
             machine: dict[str, Any] = {"device": kind, "device_name": name, "note": note}
             machine |= {"backend": dist.get_backend(), "torch": torch_private.TORCH_VERSION}
             machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores)))}
@@ -277,13 +308,13 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
 
 
 def records_text(writer: RecordWriter) -> str:
-    """Return this rank's records as a table: mean spans, memory, and one step's communication."""
+    """Return this rank's records as a table: median spans, memory, and one step's communication."""
     spans, rows = defaultdict(list), []
     for line in writer.lines:
         if line["kind"] == "span":
             spans[line["name"]].append(line["dur_us"] / 1000)
     for name, took_ms in spans.items():
-        rows.append(f"{name:<18} {fmean(took_ms):10.1f} ms    mean of {len(took_ms)} steps")
+        rows.append(f"{name:<18} {median(took_ms):10.1f} ms    median of {len(took_ms)} steps")
     for line in writer.lines:
         match line:
             case {"kind": "scalar", "unit": "ms", "name": name, "value": value}:

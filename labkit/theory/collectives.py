@@ -64,6 +64,34 @@ class AlphaBeta:
         return self.alpha_s / self.beta_s_per_byte if self.beta_s_per_byte else math.inf
 
 
+def ring_step_count(collective: str, ranks: int) -> int:
+    """Return a rank's number of successive messages for a collective in a ring."""
+    if ranks == 1:
+        return 0
+    return {"all_reduce": 2 * (ranks - 1), "send": 1, "recv": 1}.get(collective, ranks - 1)
+
+
+def ring_s(
+    collective: str,
+    handed_bytes: float,
+    ranks: int,
+    *,
+    inside: AlphaBeta,
+    between: AlphaBeta,
+    hosts: int = 1,
+) -> float:
+    """Return the seconds of a collective in a ring of ranks that are spread over hosts.
+
+    Every step between hosts takes their latency, every other that of ``inside``; the slower of the
+    two links passes the bytes, because the steps of a ring happen at the same time.
+    """
+    crossing = ring_step_count(collective, hosts)
+    latency_s = (ring_step_count(collective, ranks) - crossing) * inside.alpha_s
+    slowest = max(inside.beta_s_per_byte, between.beta_s_per_byte if hosts > 1 else 0.0)
+    leaving = collective_wire_bytes(collective, handed_bytes, ranks)
+    return latency_s + crossing * between.alpha_s + leaving * slowest
+
+
 def fit_alpha_beta(times_s: Mapping[int, float]) -> AlphaBeta:
     """Fit alpha and beta by least squares to median seconds by message size, neither negative."""
     if len(times_s) < 2:

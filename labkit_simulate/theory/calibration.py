@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
+from labkit.theory.collectives import AlphaBeta, collective_wire_bytes, ring_step_count
 from labkit_simulate.theory.hardware import Hardware
 from labkit_simulate.theory.step_time import (
     Group,
     Operator,
     collective_s,
     operator_s,
-    ring_step_count,
 )
 
 MAX_FIT_ROUNDS = 20

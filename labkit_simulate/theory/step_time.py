@@ -17,8 +17,9 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
+from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes, ring_s
 from labkit.theory.overlap import uncovered_in_turn
 from labkit_simulate.theory.hardware import Hardware
 
@@ -120,31 +121,23 @@ def collective_s(
         return 0.0
     if algorithm == "tree":
         return _tree_s(handed_bytes, group, hosts)
-    ring_s = _ring_s(name, handed_bytes, group, hosts)
+    by_ring_s = _ring_s(name, handed_bytes, group, hosts)
     if algorithm == "ring" or name != "all_reduce":
-        return ring_s
-    return min(ring_s, _tree_s(handed_bytes, group, hosts))
-
-
-def ring_step_count(name: str, ranks: int) -> int:
-    """Return a rank's number of successive messages for a collective in a ring."""
-    if ranks == 1:
-        return 0
-    return {"all_reduce": 2 * (ranks - 1), "send": 1, "recv": 1}.get(name, ranks - 1)
+        return by_ring_s
+    return min(by_ring_s, _tree_s(handed_bytes, group, hosts))
 
 
 def _ring_s(name: str, handed_bytes: float, group: Group, hosts: Hardware) -> float:
-    steps, between = ring_step_count(name, group.ranks), ring_step_count(name, group.hosts)
-    latency_s = (steps - between) * hosts.inside.alpha_s + between * hosts.between.alpha_s
-    leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
-    inside_s = leaving * hosts.inside.beta_s_per_byte
-    between_s = leaving * _cross_host_s_per_byte(group, hosts)
+    between = replace(hosts.between, beta_s_per_byte=_cross_host_s_per_byte(group, hosts))
+    links: Any = {"inside": hosts.inside, "between": between, "hosts": group.hosts}
+    if name != "all_to_all":
+        return hosts.call_s + ring_s(name, handed_bytes, group.ranks, **links)
     # There is no ring: what goes to other hosts leaves through the rank's own network card.
-    if name == "all_to_all":
-        outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
-        inside_s = (leaving - outside) * hosts.inside.beta_s_per_byte
-        between_s = outside * _card_s_per_byte(1, hosts)
-    return hosts.call_s + latency_s + max(inside_s, between_s)
+    outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
+    leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
+    inside_s = (leaving - outside) * hosts.inside.beta_s_per_byte
+    bytes_s = max(inside_s, outside * _card_s_per_byte(1, hosts))
+    return hosts.call_s + ring_s(name, 0, group.ranks, **links) + bytes_s
 
 
 def _tree_s(handed_bytes: float, group: Group, hosts: Hardware) -> float:

@@ -306,7 +306,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "S3 ModuleWithDelay",
         "a block pauses for each of its inputs",
-        DELAY,
+        "labkit/pause.py",
         "if found or not x.requires_grad:",
         "if not x.requires_grad:",
         PAUSES + "test_a_block_with_several_inputs_pauses_once",

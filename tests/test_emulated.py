@@ -1,0 +1,152 @@
+"""Emulated links and devices: real values, and the times of a ring on the links that were asked for."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import labkit
+from labkit import Emulated
+from labkit.errors import ParameterError
+from labkit.session.emulated_device import EmulatedDevice
+from labkit.session.emulated_wire import Wire
+from labkit.theory import emulated_steps
+from labkit.theory.emulated import read_emulated
+from labkit_simulate.emulated_hardware import slow_motion
+from labkit_simulate.theory.hardware import get_hardware
+
+CALLS = Path(__file__).resolve().parent / "programs" / "emulated_calls.py"
+
+
+def test_a_collective_takes_the_time_of_a_ring_on_its_slowest_link():
+    hardware = Emulated(latency_us=100, gb_per_s=1, ranks_per_host=2, between_latency_us=1000, between_gb_per_s=0.1)
+    # On one host: 2 steps of 100 µs, and the whole tensor once.
+    assert hardware.collective_s("all_reduce", 1e6, 2) == pytest.approx(2e-4 + 1e-3)
+    # Over two hosts: 4 steps on a host, 2 between them; 1.5 tensors over two cards.
+    assert hardware.collective_s("all_reduce", 1e6, 4, hosts=2) == pytest.approx(4e-4 + 2e-3 + 1.5e6 / 0.2e9)
+    assert hardware.collective_s("send", 1e6, 2, hosts=2) == pytest.approx(1e-3 + 1e-2)
+    assert hardware.collective_s("scatter", 1e6, 4) == hardware.collective_s("all_gather", 1e6, 4)
+    assert hardware.count_hosts([0, 1]) == 1 and hardware.count_hosts([1, 2]) == 2
+    assert Emulated(latency_us=5).collective_s("all_gather", 1e12, 3) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"latency_us": -1}, {"gb_per_s": 0}, {"forward_ms": math.nan}, {"ranks_per_host": 1.5}, {"slower": True}]
+)
+def test_what_is_no_hardware_is_refused_with_its_value(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ParameterError, match=f"{name} = {value!r} is not a"):
+        Emulated(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"emulate": "h1000"}, "hardware 'h1000' is none of"),
+        ({"emulate": 3}, "emulate = 3 is no hardware: give labkit.Emulated"),
+        ({"emulate": Emulated(), "device": "cuda"}, "cannot go with device='cuda': leave one out"),
+        ({"emulate": Emulated(), "hosts": ["a"]}, "cannot go with hosts=: leave one out"),
+    ],
+)
+def test_a_run_that_cannot_be_emulated_is_refused_before_it_starts(how, said):
+    with pytest.raises(ParameterError, match=said):
+        labkit.run("all_reduce", **how)
+
+
+def test_slow_motion_keeps_the_ratios_of_the_hardware():
+    kind, slow = get_hardware("h100-8x"), slow_motion("h100-8x", slower=50)
+    assert slow.inside.alpha_s == pytest.approx(50 * kind.inside.alpha_s)
+    assert slow.between.beta_s_per_byte == pytest.approx(50 * kind.between.beta_s_per_byte)
+    # A block of Llama 2 has 202 million weights.
+    arithmetic_s = 2 * 2048 * (202e6 + 2 * 2048 * 4096) / (0.436 * 989.4e12)
+    assert slow.forward_ms / 1e3 == pytest.approx(50 * arithmetic_s, rel=0.01)
+    assert slow.describe() == "emulated: NVIDIA H100 SXM, 80 GB, 1 s = 20 ms"
+    assert read_emulated(json.loads(json.dumps(vars(slow)))) == slow
+
+
+def test_messages_of_small_units_count_as_those_of_full_size_ones():
+    device = EmulatedDevice(Wire(Emulated(unit_bytes=8000)))
+    device.add_units([nn.Linear(10, 10, bias=False), nn.Linear(10, 2)])
+    assert device.wire.size_factor == 20
+
+
+def test_real_arithmetic_is_a_part_of_a_units_time():
+    device = EmulatedDevice(Wire(Emulated()))
+    begun = time.monotonic()
+    device.start_step()
+    for _ in range(3):
+        time.sleep(0.02)
+        device.compute(50)
+    assert 0.15 <= time.monotonic() - begun < 0.2
+
+
+def test_a_unit_begins_when_what_it_waited_for_has_arrived():
+    wire = Wire(Emulated())
+    device = EmulatedDevice(wire)
+    begun = time.monotonic()
+    device.start_step()
+    wire.sleep_until(begun + 0.1)
+    device.compute(50)
+    assert 0.15 <= time.monotonic() - begun < 0.19
+
+
+def test_links_carry_one_message_after_another():
+    wire = Wire(Emulated())
+    first, second, card = wire.occupy("inside", 0.5), wire.occupy("inside", 0.5), wire.occupy("card", 0.5)
+    assert second == first + 0.5
+    assert card == pytest.approx(first, abs=0.1)
+
+
+@pytest.mark.alone
+def test_every_call_is_held_back_and_leaves_what_it_leaves_without():
+    # A step of 50 ms: on two ranks an all-reduce has two steps, every other call one.
+    plain = labkit.run(CALLS, nproc=2)
+    result = labkit.run(CALLS, nproc=2, emulate=Emulated(latency_us=50_000))
+    expected_s = dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "around"), 0.05)
+    expected_s |= dict.fromkeys(("all_reduce", "functional", "in_background", "by_future"), 0.1)
+    expected_s["two_at_once"] = 0.2
+    for own, without in zip(result.ranks, plain.ranks, strict=True):
+        calls = own.reported["calls"]
+        assert {name: value for name, (_, value) in calls.items()} == {
+            name: value for name, (_, value) in without.reported["calls"].items()
+        }
+        for name, (took_s, _) in calls.items():
+            assert expected_s[name] - 0.001 <= took_s < expected_s[name] + 0.045, name
+    assert result.device == "emulated"
+    assert result.stamp.startswith("emulated: 50000 µs and no limit · 2 ranks · torch")
+
+
+@pytest.mark.parametrize("program", ["fsdp_wrap", "ddp_compile"])
+def test_gradients_equal_one_devices_to_the_last_bit(program):
+    how = {"mode": "yours", "dim": 64} if program == "ddp_compile" else {"prefetch": True}
+    hardware = Emulated(latency_us=300, gb_per_s=0.5, forward_ms=1)
+    verdict = labkit.check(program, emulate=hardware, **how).verdict
+    assert verdict["ok"] and verdict["max_rel_error"] == 0.0
+
+
+@pytest.mark.alone
+def test_both_ends_of_ddps_curve_lose_as_predicted():
+    hardware = Emulated(latency_us=2000, gb_per_s=0.02, forward_ms=5, backward_ms=15)
+    chain = {"dim": 128, "layers": 16}
+    took_s, predicted_s = {}, {}
+    for bucket_mb in (0.0001, 0.25, 100):
+        how = {"mode": "ddp", "bucket_mb": bucket_mb, "batch": 2, "steps": 3, **chain}
+        result = labkit.run("ddp_compile", nproc=4, emulate=hardware, **how)
+        took_s[bucket_mb] = result.value("step_ms") / 1e3
+        predicted_s[bucket_mb] = emulated_steps.ddp_step_s(hardware, 4, bucket_mb=bucket_mb, **chain)
+    assert took_s == pytest.approx(predicted_s, rel=0.15)
+    assert took_s[0.25] < min(took_s[0.0001], took_s[100])
+
+
+def test_prefetching_hides_gathers_and_no_more():
+    hardware = Emulated(latency_us=1000, forward_ms=10)
+    units = [emulated_steps.FSDPUnit(1000)] * 4
+    plain_s, ahead_s = (emulated_steps.fsdp_step_s(hardware, 3, units, prefetch=each) for each in (False, True))
+    # Eight gathers and four reduce-scatters of two steps; three gathers of each pass are hidden.
+    assert plain_s == pytest.approx(4 * 0.03 + 12 * 0.002)
+    assert ahead_s == pytest.approx(plain_s - 6 * 0.002)
+    root_s = emulated_steps.fsdp_step_s(hardware, 3, [], root=emulated_steps.FSDPUnit(4000, 4))
+    assert root_s == pytest.approx(4 * 0.03 + 2 * 0.002)
