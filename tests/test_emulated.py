@@ -141,6 +141,21 @@ def test_both_ends_of_ddps_curve_lose_as_predicted():
     assert took_s[0.25] < min(took_s[0.0001], took_s[100])
 
 
+@pytest.mark.alone
+def test_a_time_line_shows_messages_on_the_emulated_link():
+    hardware = Emulated(latency_us=20_000, forward_ms=60)
+    how = {"model": "mlp_stack", "prefetch": True, "timeline": True, "steps": 1}
+    result = labkit.run("fsdp_wrap", emulate=hardware, **how)
+    bars = result.frame.query("kind == 'bar' and rank == 0")
+    sent = bars[bars["lane"] == "communication"].sort_values("start_us")
+    # Six gathers and three reduce-scatters of one step of the ring, of which four gathers are hidden.
+    assert len(sent) == 9
+    assert sent["dur_us"].tolist() == pytest.approx([20_000] * 9, rel=0.01)
+    assert list(sent["name"])[:3] == ["layers.0", "layers.1", "layers.2"]
+    assert result.value("communication") == pytest.approx(180, rel=0.02)
+    assert result.value("exposed_communication") == pytest.approx(100, rel=0.15)
+
+
 def test_prefetching_hides_gathers_and_no_more():
     hardware = Emulated(latency_us=1000, forward_ms=10)
     units = [emulated_steps.FSDPUnit(1000)] * 4

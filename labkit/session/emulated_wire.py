@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.futures import Future
+from torch.profiler import record_function
 
 from labkit.session.counted_group import METHODS
+from labkit.session.timeline import WAIT_MARK
 from labkit.theory.emulated import Emulated
 from labkit.torch_private import tree_leaves
 
@@ -73,6 +75,8 @@ class Wire:
         self.size_factor = 1.0
         # Until when this rank has waited for a message.
         self.waited_until_s = 0.0
+        # When each message was on a link, in order, while ``note_transfers`` is at work.
+        self._noted: list[tuple[float, float]] | None = None
         self._free_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._clock: Clock | None = None
@@ -82,7 +86,19 @@ class Wire:
         with self._lock:
             start_s = max(time.monotonic(), self._free_s.get(link, 0.0))
             self._free_s[link] = end_s = start_s + cost_s
+            if self._noted is not None:
+                self._noted.append((start_s, end_s))
         return end_s
+
+    @contextlib.contextmanager
+    def note_transfers(self) -> Iterator[list[tuple[float, float]]]:
+        """Note when messages are on a link inside the block: start and end, ``time.monotonic``."""
+        noted: list[tuple[float, float]] = []
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted = None
 
     def call_at(self, moment_s: float, function: Callable[[], None]) -> None:
         """Call ``function`` at a time of ``time.monotonic``."""
@@ -120,12 +136,13 @@ class WireWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the message has arrived."""
         called_s = time.monotonic()
-        done = self._work.wait(timeout) if timeout else self._work.wait()
-        end_s = self.settle()
-        # Also a rank that waited for another one could not compute meanwhile.
-        if end_s > called_s:
-            self._wire.waited_until_s = max(self._wire.waited_until_s, time.monotonic(), end_s)
-        self._wire.sleep_until(end_s)
+        with record_function(WAIT_MARK):
+            done = self._work.wait(timeout) if timeout else self._work.wait()
+            end_s = self.settle()
+            # Also a rank that waited for another one could not compute meanwhile.
+            if end_s > called_s:
+                self._wire.waited_until_s = max(self._wire.waited_until_s, time.monotonic(), end_s)
+            self._wire.sleep_until(end_s)
         return done
 
     def is_completed(self) -> bool:

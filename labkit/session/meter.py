@@ -166,7 +166,11 @@ class Meter:
         for name, size in peaks.items():
             self.writer.write("memory", name, count, bytes=size)
         if units:
-            with timeline.profile_step(self.writer, count, units=units, device=self.device.type):
+            how: Any = {"units": units, "device": self.device.type}
+            if self.emulated:
+                self.emulated.start_step()
+                how["note_transfers"] = self.emulated.wire.note_transfers
+            with timeline.profile_step(self.writer, count, **how):
                 yield Step(count, False, self)
             after()
         yield from self.step_with_counts(count, track, mesh)

@@ -23,9 +23,10 @@ import os
 import re
 import sys
 import tempfile
+import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -45,6 +46,7 @@ from labkit.theory.overlap import uncovered_in_turn
 from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
 
 TraceEvent = dict[str, Any]
+NoteTransfers = Callable[[], contextlib.AbstractContextManager[list[tuple[float, float]] | None]]
 ROOT_UNIT = "root"
 STEP_MARK, WAIT_MARK = "labkit::step", "labkit::wait"
 FORWARD_MARK = "labkit::forward"
@@ -116,11 +118,13 @@ def profile_step(
     *,
     units: Mapping[str, Sequence[nn.Module]] | None = None,
     device: str = "cpu",
+    note_transfers: NoteTransfers = contextlib.nullcontext,
 ) -> Iterator[None]:
     """Profile the step inside the block, and write its bars as records. A collective.
 
     ``units`` are modules by the names of their bars; torch names FSDP2's already, and a compiled
-    pass shows none. The run's folder keeps the raw trace, for ui.perfetto.dev.
+    pass shows none. ``note_transfers`` is that of an emulated wire, whose times then take the place
+    of gloo's. The run's folder keeps the raw trace, for ui.perfetto.dev.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = profile(activities=activities)
@@ -137,6 +141,8 @@ def profile_step(
         if dist.is_initialized():
             # The profiler takes each rank a different time to start.
             dist.barrier()
+        transfers = stack.enter_context(note_transfers())
+        begun_s = time.monotonic()
         with record_function(STEP_MARK):
             yield
             if device == "cuda":
@@ -146,7 +152,10 @@ def profile_step(
         # torch overwrites an existing file, which keeps its permissions.
         private_files.open_file(path, "wb").close()
         profiler.export_chrome_trace(str(path))
-        write_profile(writer, step, *step_us_and_bars(read_trace(path), device))
+        events = read_trace(path)
+        if transfers is not None:
+            move_to_transfers(events, [[second - begun_s for second in each] for each in transfers])
+        write_profile(writer, step, *step_us_and_bars(events, device))
 
 
 @contextlib.contextmanager
@@ -222,6 +231,17 @@ def read_trace(path: Path) -> list[TraceEvent]:
     """Return the complete events of a gzipped Chrome trace."""
     with gzip.open(path, "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def move_to_transfers(events: list[TraceEvent], transfers: Sequence[Sequence[float]]) -> None:
+    """Give gloo's events the times of an emulated wire: starts and ends, s from the step's start.
+
+    Messages between two ranks are left as they are.
+    """
+    begun = next(event["ts"] for event in events if event["name"] == STEP_MARK)
+    gloo = [event for event in events if event["name"].startswith("gloo:") and event["ts"] >= begun]
+    for event, (start_s, end_s) in zip(sorted(gloo, key=itemgetter("ts")), transfers, strict=False):
+        event["ts"], event["dur"] = begun + 1e6 * start_s, 1e6 * (end_s - start_s)
 
 
 def step_us_and_bars(
