@@ -28,6 +28,15 @@ def both_ways(here: rank.Session, x: Tensor) -> Tensor:
     return got
 
 
+def one_way(here: rank.Session, x: Tensor) -> Tensor:
+    """Send a tensor from rank 0 to rank 1, which only receives."""
+    if here.rank == 0:
+        dist.send(x, 1)
+    elif here.rank == 1:
+        dist.recv(x, 0)
+    return x
+
+
 def in_background(x: Tensor) -> Tensor:
     """All-reduce while this rank sleeps for as long as a message takes."""
     work = dist.all_reduce(x, async_op=True)
@@ -78,6 +87,7 @@ def main(config: Config) -> None:
             "broadcast": partial(reduced, partial(dist.broadcast, src=0)),
             "functional": lambda: functional.all_reduce(own(), "sum", group) + 0,
             "around": lambda: both_ways(here, own()),
+            "one_way": lambda: one_way(here, own()),
             "in_background": lambda: in_background(own()),
             "two_at_once": lambda: two_at_once(own()),
             "by_future": lambda: by_future(own()),
