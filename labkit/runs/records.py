@@ -46,6 +46,10 @@ COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": st
 RECORD_FIX = "A record is a line of JSON (labkit/runs/records.py): remove the line, or run again"
 # The scalar in which a rank says how many steps it will time, for the display of progress.
 PLANNED_STEPS = "planned_steps"
+# Scalars that tell whether other programs used the cores while steps were timed.
+TIMED_S, RANK_CORES, BUSY_CORES = "timed_s", "rank_cores", "busy_cores"
+# Scalars that no table shows.
+ABOUT_THE_RUN = (PLANNED_STEPS, TIMED_S, RANK_CORES, BUSY_CORES)
 # The largest number that an integer column of a table holds.
 MAX_INT64 = 2**63 - 1
 

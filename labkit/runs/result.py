@@ -27,6 +27,8 @@ FIELD_TYPES = {
 }
 MAX_RANKS = 1_000_000
 MAX_SHOWN_CHARACTERS = 300
+# What the notebook and the system use beside every run, and the finest time that Linux counts.
+CORES_FOR_SYSTEM, COUNTED_S = 0.25, 0.01
 # Fields that every run.json has.
 RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 # Fields of run.json besides, where ranks were simulated.
@@ -173,6 +175,19 @@ class RunResult:
                 frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 
+    @cached_property
+    def cores_of_others(self) -> float:
+        """How many cores other programs used while steps were timed; 0 where it is not known."""
+        names = records.TIMED_S, records.RANK_CORES, records.BUSY_CORES
+        rows = [[values.get(name) for name in names] for values in self._rank_values.values()]
+        if not rows or any(None in row for row in rows) or self.hosts:
+            return 0.0
+        timed_s, own, busy = zip(*rows, strict=True)
+        # The system counts hundredths of a second, for each core.
+        unsure = COUNTED_S * int(self.session.get("cores", 1)) / max(timed_s)
+        others = float(max(busy) - sum(own))
+        return others if others > CORES_FOR_SYSTEM + unsure else 0.0
+
     @property
     def stamp(self) -> str:
         """The origin of the numbers in one line: device, ranks, cores, torch version."""
@@ -206,7 +221,7 @@ class RunResult:
             for rank in self.active_ranks
         }
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
-        return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
+        return table.drop(columns=list(records.ABOUT_THE_RUN), errors="ignore")
 
     def table_text(self) -> str:
         """Return the summary as text: a row for each value, a column for each rank."""
@@ -249,7 +264,7 @@ class RunResult:
 
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
-        return [f"{path.name}: {cut}" for path in self.incomplete_files]
+        return [f"{path.name}: {cut}" for path in self.incomplete_files] + disturbances([self])
 
 
 def _value_text(value: Any) -> str:
@@ -267,6 +282,7 @@ def _read_if_there(path: Path) -> str:
 
 def stamp_text(results: Iterable[RunResult]) -> str:
     """Return the origin of several runs' numbers: a line for each machine and torch."""
+    results = list(results)
     ranks: dict[tuple[str, int, int, str, str], set[int]] = {}
     for result in results:
         session = result.session
@@ -277,7 +293,18 @@ def stamp_text(results: Iterable[RunResult]) -> str:
         version = f"torch {session['torch']}" if "torch" in session else ""
         origin = device, len({*result.hosts} - {""}), cores, version, str(session.get("note") or "")
         ranks.setdefault(origin, set()).add(result.world_size)
-    return "\n".join(_stamp_line(*origin, sorted(counts)) for origin, counts in ranks.items())
+    lines = [_stamp_line(*origin, sorted(counts)) for origin, counts in ranks.items()]
+    return "\n".join(lines + disturbances(results))
+
+
+def disturbances(results: Iterable[RunResult]) -> list[str]:
+    """Return a line that says how much other programs disturbed these runs, or none."""
+    found = [result.cores_of_others for result in results]
+    disturbed = [cores for cores in found if cores]
+    if not disturbed:
+        return []
+    which = f" in {len(disturbed)} of {len(found)} runs" if len(found) > 1 else ""
+    return [f"disturbed: other programs used up to {max(disturbed):.1f} cores{which}; run it again"]
 
 
 def _stamp_line(

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from labkit import torch_private
+from labkit import requirements, torch_private
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session import timeline
+from labkit.session.core_use import CoreUse
 from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.traffic import CommunicationCounter
 
@@ -92,6 +93,8 @@ class Meter:
         self, writer: RecordWriter, device: torch.device, emulated: EmulatedDevice | None = None
     ):
         self.writer, self.device, self.emulated = writer, device, emulated
+        # Those of the host that its ranks may use.
+        self.cores = requirements.usable_cores()
         self._origin = self.mark_time()
 
     def device_kind_and_name(self) -> tuple[str, str]:
@@ -153,11 +156,15 @@ class Meter:
                 torch.cuda.reset_peak_memory_stats(self.device)
             if self.emulated:
                 self.emulated.start_step()
+            if index == 0:
+                core_use = CoreUse(self.cores)
             step = Step(index, index >= 0, self)
             with step.span("step"):
                 yield step
             step.write_records()
             after()
+        if not on_gpu:
+            core_use.write_records(self.writer, count)
         peaks = {"resident": resident_peak_bytes()}
         if on_gpu:
             allocated = torch.cuda.max_memory_allocated(self.device)

@@ -187,6 +187,7 @@ def session() -> Iterator[Session]:
     try:
         emulated = EmulatedDevice(wire) if wire else None
         here = Session(rank, world_size, device, writer, emulated)
+        here._meter.cores = cores
         if folder and rank == rank_of_process(0):
             kind, name = here._meter.device_kind_and_name()
             if hardware:

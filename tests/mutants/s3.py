@@ -315,8 +315,8 @@ MUTANTS: list[Mutant] = [
         "S3 ModuleWithDelay",
         "a block pauses before its gradients, not before their reduction",
         DELAY,
-        "return output if at_input else _pause_once(output, ms)[0]",
-        "return output if not at_input else _pause_once(output, ms)[0]",
+        "return output if at_input else pause_once(output, pause)[0]",
+        "return output if not at_input else pause_once(output, pause)[0]",
         PAUSES + "test_reduction_of_a_first_block_is_delayed_before_its_gradients",
     ),
     Mutant(
