@@ -121,7 +121,8 @@ def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, 
     for _ in range(2):  # the first may be cold
         begun = time.monotonic()
         run_it.click()
-        explorer.locator("progress").wait_for(timeout=LONG_MS)
+        with contextlib.suppress(TimeoutError):  # a warm run of 0.2 s can be over before it is looked for
+            explorer.locator("progress").wait_for(timeout=1000)
         explorer.locator("progress").wait_for(state="detached", timeout=LONG_MS)
         took.append(time.monotonic() - begun)
         assert "–" not in explorer.locator("table").inner_text()
