@@ -18,7 +18,8 @@ from torch import Tensor
 from labkit import parity, rank, requirements
 from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import photo
-from labkit.models.convnext import ConvNeXt, ConvNeXtBlock
+from labkit.models.convnext import ConvNeXt
+from labkit.parallel.checkpointing import find_blocks
 from labkit.parallel.halo import Strip, pad_with_halo, return_halo_gradients
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
 from labkit.parity.spatial import compare_spatial_step
@@ -153,8 +154,7 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)
         checked = config.check == "parity"
         reference = parity.seed_and_copy(model, config.seed) if checked else model
-        blocks = [each for each in model.modules() if isinstance(each, ConvNeXtBlock)]
-        here.emulate_units(blocks, share=1 / here.world_size)
+        here.emulate_units(find_blocks(model, ("ConvNeXtBlock",)), share=1 / here.world_size)
         # Even one rank takes this way, so that strategies are compared with plain code.
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None

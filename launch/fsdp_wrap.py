@@ -133,9 +133,10 @@ def main(config: Config) -> None:
         silence_warnings()
         lab = build_model(config, here.device, here.rank)
         # Before wrapping, so that a delay lies between a unit's gather and its release.
-        for block in find_blocks(lab, lab.block_types):
+        blocks = find_blocks(lab, lab.block_types)
+        for block in blocks:
             delay_compute(block, config.delay_ms)
-        here.emulate_units(find_blocks(lab, lab.block_types))
+        here.emulate_units(blocks)
         # Experts, which differ from rank to rank, are units on the axis of one rank.
         mesh = here.mesh(data=here.world_size, alone=1)
         model, units = parallelize_model(config, mesh, lab)

@@ -189,13 +189,11 @@ def places_text(stacks: Mapping[int, str], text: str) -> str:
     places = {}
     for rank, stack in sorted(stacks.items()):
         places[rank] = f"not in the cell: {stack.strip()}"
+        pending = [line for line in stack.splitlines() if line.startswith(PENDING_WORDS)]
         for thread in stack.split("\n\n"):
             # The innermost line comes first in a thread, and the main thread last of all.
             if numbers := CELL_FRAME_PATTERN.findall(thread):
-                places[rank] = mark_line(text, int(numbers[0]))
-        pending = [line for line in stack.splitlines() if line.startswith(PENDING_WORDS)]
-        if "-->" in places[rank]:
-            places[rank] = "\n".join([places[rank], *pending])
+                places[rank] = "\n".join([mark_line(text, int(numbers[0])), *pending])
     return "\n".join(f"{who}:\n{place}" for who, place in group_by_text(places))
 
 

@@ -19,7 +19,7 @@ import psutil
 
 from labkit import compile_cache, environment, requirements
 from labkit.environment import ENV_HOST_INDEX, ENV_RUN_FOLDER
-from labkit.launcher import resource_limits, warm_start
+from labkit.launcher import warm_start
 from labkit.runs import private_files
 from labkit.runs.folder import ROOT, RunFolder
 from labkit.session import pending_calls
@@ -101,7 +101,7 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         environment.ENV_PAYLOAD_SHA256: folder.payload_sha256,
         environment.ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
         "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
-        **resource_limits.openmp_variables(inherited),
+        **requirements.openmp_variables(inherited),
         # Several hosts replace these two after their rendezvous.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
         "PYTHONUNBUFFERED": "1",

@@ -6,7 +6,7 @@ loop, a thread that does not start. Their texts share a few phrases.
 
 import contextlib
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from labkit.compile_cache import PARTIAL_LIBRARY_FIX, PARTIAL_LIBRARY_WORDS
 from labkit.errors import LabError, MemoryCapExceeded
@@ -49,15 +49,6 @@ def shortage_fix(text: str) -> str:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return fix and "\n" + fix.format(files=files)
     return ""
-
-
-def openmp_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which idle threads of OpenMP sleep soon, unless a user has chosen."""
-    # They would spin for long, and where another program uses one core, the thread that computes
-    # waits for its turn: a step of 9 ms on two threads took 300 to 900 ms, with this number 28.
-    # Beside idle cores it takes as long as before; with OMP_WAIT_POLICY=passive it took 14.
-    chosen = inherited.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-    return {} if chosen else {"GOMP_SPINCOUNT": "1000"}
 
 
 @contextlib.contextmanager

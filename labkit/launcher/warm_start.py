@@ -22,7 +22,6 @@ from typing import Any
 
 from labkit import requirements
 from labkit.environment import ENV_RUN_FOLDER, ENV_WARM, read_choice
-from labkit.launcher import resource_limits
 from labkit.launcher.progress import in_kernel
 from labkit.runs.folder import ROOT
 
@@ -81,7 +80,7 @@ class ForkServer:
         # numpy makes as many threads as this when it is imported; the ranks set their own number.
         env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         # Read when torch is imported, for all ranks to come.
-        env |= resource_limits.openmp_variables(env)
+        env |= requirements.openmp_variables(env)
         # With room for any path: fork_server.show_run_folder overwrites it. Last, since readers of
         # /proc stop at its padding.
         env[ENV_RUN_FOLDER] = "." * MAX_PATH_BYTES

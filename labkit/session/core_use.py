@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Collection
+from operator import sub
 from pathlib import Path
 
 from labkit.runs.records import BUSY_CORES, RANK_CORES, TIMED_S, RecordWriter
@@ -14,9 +15,9 @@ BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 
 
 def busy_s(cores: Collection[int]) -> float:
-    """Return how long these cores have been busy since the system started, in seconds."""
+    """Return how long these cores have been busy since the system started, in s; 0 on macOS."""
     total = 0
-    for line in STAT.read_text().splitlines():
+    for line in STAT.read_text().splitlines() if STAT.exists() else ():
         name, *columns = line.split()
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in cores:
             total += sum(int(columns[place]) for place in BUSY_COLUMNS)
@@ -31,18 +32,11 @@ class CoreUse:
         self._start = self._now()
 
     def _now(self) -> tuple[float, float, float]:
-        busy = busy_s(self._cores) if STAT.exists() else 0.0
-        return time.perf_counter(), time.process_time(), busy
+        return time.perf_counter(), time.process_time(), busy_s(self._cores)
 
     def write_records(self, writer: RecordWriter, step: int) -> None:
         """Write how many cores this rank used, and how many were busy."""
-        took_s, own_s, all_s = (
-            end - begun for end, begun in zip(self._now(), self._start, strict=True)
-        )
-        # macOS has no such file.
-        if took_s > 0 and STAT.exists():
-            values = {TIMED_S: took_s, RANK_CORES: own_s / took_s, BUSY_CORES: all_s / took_s}
-            for name, value in values.items():
-                writer.write(
-                    "scalar", name, step, value=value, unit="s" if name == TIMED_S else "cores"
-                )
+        took_s, own_s, all_s = map(sub, self._now(), self._start)
+        writer.write("scalar", TIMED_S, step, value=took_s, unit="s")
+        writer.write("scalar", RANK_CORES, step, value=own_s / took_s, unit="cores")
+        writer.write("scalar", BUSY_CORES, step, value=all_s / took_s, unit="cores")

@@ -139,15 +139,20 @@ class CountedGloo(dist.ProcessGroupGloo):
     group_name = ""
 
 
+def hand_on_to(group: ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Let a group of our own hand on to gloo what it does not do itself."""
+    kind = ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    group._set_default_backend(kind)
+
+
 class CountedGroup(ProcessGroup):
     """A process group of gloo's that notes every call."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.gloo = CountedGloo(store, rank, size, timeout)
-        kind = ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, self.gloo)
-        self._set_default_backend(kind)
+        hand_on_to(self, self.gloo)
 
 
 def _note(method: str, group: str, args: tuple[Any, ...]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.futures import Future
 from torch.profiler import record_function
 
-from labkit.session.counted_group import METHODS
+from labkit.session.counted_group import METHODS, hand_on_to
 from labkit.session.timeline import WAIT_MARK
 from labkit.theory.emulated import Emulated
 from labkit.torch_private import tree_leaves
@@ -110,11 +110,10 @@ class Wire:
         self._clock.call_at(moment_s, function)
 
     def sleep_until(self, moment_s: float) -> None:
-        """Wait for a message that is through at this time."""
-        left_s = moment_s - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
-            self.waited_until_s = max(self.waited_until_s, moment_s)
+        """Wait for a message that is through at this time; the device computes only then."""
+        now_s = time.monotonic()
+        time.sleep(max(0.0, moment_s - now_s))
+        self.waited_until_s = max(self.waited_until_s, now_s, moment_s)
 
 
 class WireWork(dist.Work):
@@ -141,8 +140,7 @@ class WireWork(dist.Work):
             end_s = self.settle()
             # Also a rank that waited for another one could not compute meanwhile.
             if end_s > called_s:
-                self._wire.waited_until_s = max(self._wire.waited_until_s, time.monotonic(), end_s)
-            self._wire.sleep_until(end_s)
+                self._wire.sleep_until(end_s)
         return done
 
     def is_completed(self) -> bool:
@@ -207,11 +205,7 @@ class EmulatedGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         assert current_wire, "join_emulated_group comes first"
         self.wire = current_wire
-        self.hosts: int | None = None
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        kind = ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, gloo)
-        self._set_default_backend(kind)
+        hand_on_to(self, dist.ProcessGroupGloo(store, rank, size, timeout))
 
     def link_and_hosts(self, other: int | None = None) -> tuple[str, int]:
         """Return the link of the group, or of a message to one of it, and the hosts it spans."""

@@ -11,7 +11,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from labkit import requirements, torch_private
+from labkit import torch_private
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session import timeline
 from labkit.session.core_use import CoreUse
@@ -90,15 +90,20 @@ class Meter:
     pins_cores: ClassVar[bool] = True
 
     def __init__(
-        self, writer: RecordWriter, device: torch.device, emulated: EmulatedDevice | None = None
+        self,
+        writer: RecordWriter,
+        device: torch.device,
+        emulated: EmulatedDevice | None = None,
+        cores: Collection[int] = (),
     ):
-        self.writer, self.device, self.emulated = writer, device, emulated
-        # Those of the host that its ranks may use.
-        self.cores = requirements.usable_cores()
+        # The cores are those that all ranks of this host may use.
+        self.writer, self.device, self.emulated, self.cores = writer, device, emulated, cores
         self._origin = self.mark_time()
 
     def device_kind_and_name(self) -> tuple[str, str]:
         """Return the device's kind, such as "cuda", and its name, such as "NVIDIA H100"."""
+        if self.emulated:
+            return "emulated", self.emulated.wire.hardware.describe()
         kind = self.device.type
         return kind, torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
 
@@ -146,6 +151,8 @@ class Meter:
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         on_gpu = self.device.type == "cuda"
         for index in [-1] * warmup + list(range(count)):
+            if index == 0:
+                core_use = CoreUse(self.cores)
             self.synchronize()
             if dist.is_initialized():
                 # No rank may pay in its step for another's earlier delay.
@@ -156,8 +163,6 @@ class Meter:
                 torch.cuda.reset_peak_memory_stats(self.device)
             if self.emulated:
                 self.emulated.start_step()
-            if index == 0:
-                core_use = CoreUse(self.cores)
             step = Step(index, index >= 0, self)
             with step.span("step"):
                 yield step

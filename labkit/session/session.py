@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, TypeVar
@@ -74,10 +74,11 @@ class Session:
         device: torch.device,
         writer: RecordWriter,
         emulated: EmulatedDevice | None = None,
+        cores: Collection[int] = (),
     ):
         self._emulated = emulated
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._writer, self._meter = writer, meter_class(writer, device, emulated)
+        self._writer, self._meter = writer, meter_class(writer, device, emulated, cores)
         self.tensors_have_values = self._meter.tensors_have_values
         # Measured training steps, and those of a check.
         self.steps, self.plain_steps = self._meter.steps, self._meter.plain_steps
@@ -177,21 +178,17 @@ def session() -> Iterator[Session]:
     folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
     hardware = payload.load_emulated()
-    wire = emulated_wire.use_wire(hardware) if hardware else None
+    emulated = EmulatedDevice(emulated_wire.use_wire(hardware)) if hardware else None
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        if wire:
+        if emulated:
             backend = emulated_wire.BACKEND
         dist.init_process_group(backend, device_id=own, **joining)
     failed = True
     try:
-        emulated = EmulatedDevice(wire) if wire else None
-        here = Session(rank, world_size, device, writer, emulated)
-        here._meter.cores = cores
+        here = Session(rank, world_size, device, writer, emulated, cores)
         if folder and rank == rank_of_process(0):
             kind, name = here._meter.device_kind_and_name()
-            if hardware:
-                kind, name = "emulated", hardware.describe()
             machine: dict[str, Any] = {"device": kind, "device_name": name, "note": note}
             machine |= {"backend": dist.get_backend(), "torch": torch_private.TORCH_VERSION}
             machine |= {"cores": int(os.environ.get(ENV_TOTAL_CORES, len(cores)))}
