@@ -39,13 +39,13 @@ print(json.dumps({"asked": asked, "begun": begun, "right": right}))
 CHECK = """
 import json, time, torch
 from torch import distributed as dist
-from labkit.checks import fsdp
+from labkit.checks import fsdp_at_work
 def average(model, experts, ranks):
     for parameter in model.parameters():
         if parameter not in experts:
             dist.all_reduce(parameter.grad)
         parameter.grad /= ranks
-verdict = fsdp.expert_gradients(average)
+verdict = fsdp_at_work.expert_gradients(average)
 print(json.dumps({"right": verdict.ok, "verdict": repr(verdict)}))
 """
 

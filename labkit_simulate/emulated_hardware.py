@@ -23,7 +23,8 @@ def slow_motion(
 ) -> Emulated:
     """Return a GPU host on which each unit takes as long as a block of a large model.
 
-    Ratios of arithmetic to messages are the hardware's, by data sheet and ``matmul_share``.
+    Collectives take the times of ``labkit.theory.links``, as in a simulation for that hardware, and
+    arithmetic that of ``matmul_share``.
 
     Args:
         hardware: such as "h100-8x", see ``theory.hardware.HARDWARE``.
@@ -52,6 +53,7 @@ def slow_motion(
         between_gb_per_s=1e-9 / (slower * kind.between.beta_s_per_byte),
         forward_ms=slower * flops / rate * 1e3,
         unit_bytes=BFLOAT16_BYTES * shape.block_parameters,
+        links=hardware,
         hardware=kind.device,
         slower=slower,
     )

@@ -92,7 +92,8 @@ def extrapolate_times(
     few: dict[str, float], more: dict[str, float], line: Callable[[float, float], float]
 ) -> dict[str, float]:
     """Extrapolate time and model FLOPs for a kind of hosts."""
-    times = {name: line(few[name], more[name]) for name in ("step_s", "compute_s", "exposed_s")}
+    seconds = [name for name in more if name.endswith("_s")]
+    times = {name: line(few[name], more[name]) for name in seconds}
     mfu = line(few["mfu"] * few["step_s"], more["mfu"] * more["step_s"]) / times["step_s"]
     return times | {"mfu": mfu, "memory_bytes": more["memory_bytes"]}
 

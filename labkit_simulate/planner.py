@@ -258,6 +258,8 @@ def estimate_times(result: RunResult, machine: Hardware) -> dict[str, float]:
     step = estimate_rank_step(result, machine)
     return {
         "step_s": step.time.step_s,
+        "step_low_s": step.low_s,
+        "step_high_s": step.high_s,
         "compute_s": step.time.compute_s,
         "exposed_s": step.time.exposed_s,
         "mfu": step.model_flops_share,

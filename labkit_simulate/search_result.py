@@ -35,6 +35,8 @@ COLUMN_FORMATS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "world_size": ("ranks", str),
     "batch": ("batch", str),
     "step_s": ("step, s", "{:.3g}".format),
+    "step_low_s": ("at least", "{:.3g}".format),
+    "step_high_s": ("at most", "{:.3g}".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", "{:.0%}".format),
     "exposed_s": ("exposed, s", "{:.3g}".format),
@@ -118,7 +120,8 @@ class SearchResult:
 
         Columns: ``candidate`` (its number), ``hardware``, ``world_size``, the varied parameters,
         ``batch``; ``fits``, ``needed_bytes`` of a device and its ``margin_bytes``,
-        ``reserved_bytes``, ``peak_bytes``, ``peak_in``; ``step_s``, ``compute_s``, ``exposed_s``
+        ``reserved_bytes``, ``peak_bytes``, ``peak_in``; ``step_s``, with
+        ``step_low_s`` and ``step_high_s`` by held-out residuals, ``compute_s``, ``exposed_s``
         (communication not hidden by computation), ``mfu``, ``samples``, ``tokens_per_s`` of all
         ranks; ``device_s`` (device seconds of a step), ``dollars_per_step``,
         ``dollars_per_million_tokens``; ``whole``, False if the numbers are extrapolated, with a
@@ -174,6 +177,8 @@ class SearchResult:
         return {
             "fits": bool(fit),
             "step_s": step_s,
+            "step_low_s": times.get("step_low_s"),
+            "step_high_s": times.get("step_high_s"),
             "tokens_per_s": tokens and tokens / step_s,
             "mfu": times.get("mfu"),
             "exposed_s": times["exposed_s"],
@@ -204,6 +209,15 @@ class SearchResult:
     def cheapest(self) -> pandas.Series:
         """The row with the fewest device seconds per step; raises LabError if nothing fits."""
         return self._row_with_least("device_s")
+
+    @property
+    def untold_rows(self) -> pandas.DataFrame:
+        """The rows that fit and are not told apart from the fastest: their ranges overlap."""
+        rows = self.fitting_rows
+        if rows.empty or "step_low_s" not in rows:
+            return rows.head(0)
+        same = rows[rows["hardware"] == self.best["hardware"]].drop(self.best.name)
+        return same[same["step_low_s"] <= self.best["step_high_s"]]
 
     def _row_with_least(self, column: str) -> pandas.Series:
         if self.fitting_rows.empty:
@@ -259,6 +273,11 @@ class SearchResult:
     def _other_lines(self) -> list[str]:
         """Say how many rows are not shown, and why."""
         lines = []
+        if len(self.untold_rows):
+            lines.append(
+                f"the first is not told apart from {len(self.untold_rows)} others: their ranges"
+                " (at least, at most) overlap"
+            )
         if len(self.fitting_rows) > MAX_ROWS_SHOWN:
             more = len(self.fitting_rows) - MAX_ROWS_SHOWN
             lines.append(f"and {more} more that fit: see .frame")

@@ -24,7 +24,7 @@ def candidate_scatter(
     ax: Axes | None = None,
 ) -> Axes:
     """Step time against needed memory, a mark for each candidate: filled where it fits, the budget
-    a dashed line.
+    a dashed line. A grey line through a mark is the range that held-out residuals allow.
 
     Args:
         frame: rows of ``labkit.SearchResult.frame``, of one kind of hosts and one number of ranks.
@@ -54,6 +54,10 @@ def candidate_scatter(
             ]
             ax.scatter(*zip(*drawn, strict=True), facecolors=fill, **look) if drawn else None
         ax.scatter([], [], facecolors=colour, label=f"{marks} {value}", **look)
+    for row in rows:
+        if row.get("step_low_s"):
+            ends = row["step_low_s"] / size, row["step_high_s"] / size
+            ax.plot([row["x"]] * 2, ends, color=style.GREY, alpha=0.4, lw=1, zorder=0)
     ax.axvline(budget_bytes / GIB, **style.PREDICTION_STYLE)
     ax.annotate(
         "budget",

@@ -2,12 +2,9 @@
 
     get_hardware("h100-8x").flops_per_s["bfloat16"]    # 989.4e12, of one GPU, without sparsity
 
-Figures are per *device*: a GPU, or a core of a processor. Links are counted in one direction, as a
-ring uses them; data sheets add both directions, so 900 GB/s of NVLink are 450 here. Arithmetic is
-dense; a figure with sparsity is halved.
-
-Data sheets state no latencies. Those of GPUs are the constants from which NCCL chooses an
-algorithm, for its ring and its protocol for large messages.
+Figures are per *device*: a GPU, or a core of a processor. Arithmetic is dense; a figure with
+sparsity is halved. Links of GPUs are as measured, see ``labkit.theory.links``: one direction, as a
+ring uses them, at the share of the data sheet that collectives reach.
 """
 
 from collections.abc import Mapping
@@ -15,12 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labkit.theory.collectives import AlphaBeta
+from labkit.theory.links import MEASURED_LINKS, PLAIN, Links, Tuning
 
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
 NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
-NCCL_SOURCE = (
-    "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
-)
+LINKS_SOURCE = {
+    "a100-8x": "fitted to measured all-reduces on one host (benchmarks/network.py)",
+    "v100-8x": "fitted to measured all-reduces on one host (benchmarks/network.py)",
+    "b200-8x": "fitted to measured all-reduces on one and four hosts (benchmarks/network.py)",
+}
+BORROWED_LINKS = "not measured: borrowed from A100 and B200, see labkit.theory.links"
+NETWORK_GUESS = "not measured: 95 % of {}; latency: a mean of NCCL's constant and of EFA's"
 KERNEL_GAP_SOURCE = (
     "gap between kernels that are issued ahead, measured on a V100:"
     " https://developer.nvidia.com/blog/cuda-graphs/"
@@ -46,6 +48,7 @@ class Hardware:
         between: link of a network card to other hosts.
         cards: network cards of a host, which its devices share evenly.
         call_s: time of a collective before its first byte moves.
+        tuning: what else is known of the links, see ``labkit.theory.links``.
         operator_s: overhead of an operator.
         matmul_share: share of ``flops_per_s`` that matrix products reach.
         shared: whether ranks share the devices of a host, as processes share cores, so that
@@ -67,6 +70,7 @@ class Hardware:
     operator_s: float
     matmul_share: float
     shared: bool = False
+    tuning: Tuning = PLAIN
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def for_rank(self, ranks_on_host: int) -> "Hardware":
@@ -93,6 +97,23 @@ class Hardware:
             inside=AlphaBeta(slower * self.inside.alpha_s, slower * self.inside.beta_s_per_byte),
             call_s=slower * self.call_s,
             operator_s=slower * self.operator_s,
+        )
+
+    @property
+    def links(self) -> Links:
+        """The links by which collectives are estimated."""
+        return Links(self.inside, self.between, self.devices, self.cards, self.call_s, self.tuning)
+
+    def with_links(self, links: Links) -> "Hardware":
+        """Return these devices with other links, such as ``links.slower(4)``."""
+        return replace(
+            self,
+            inside=links.inside,
+            between=links.between,
+            devices=links.devices,
+            cards=links.cards,
+            call_s=links.call_s,
+            tuning=links.tuning,
         )
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -136,12 +157,15 @@ def _gpu_host(
     flops: Mapping[str, float],
     memory_mib: int,
     memory_gigabytes_per_s: float,
-    nvlink: float,
-    card: float,
     matmul_share: float,
+    cards: str,
     sources: Mapping[str, str],
 ) -> Hardware:
-    """Return a host of eight GPUs with a network card each; teraFLOP/s, GB/s in one direction."""
+    """Return a host of eight GPUs, with teraFLOP/s and with its ``MEASURED_LINKS``.
+
+    ``cards`` describes the network cards, whose links are a guess if none of them was measured.
+    """
+    links = MEASURED_LINKS[name]
     return Hardware(
         name=name,
         device=device,
@@ -149,19 +173,26 @@ def _gpu_host(
         flops_per_s={dtype: rate * TERA for dtype, rate in flops.items()},
         memory_bytes=memory_mib * MIB,
         memory_bytes_per_s=memory_gigabytes_per_s * GIGA,
-        inside=make_link(nvlink, 3.4),
-        between=make_link(card, 14.0),
-        cards=8,
-        call_s=8.4 * US,
+        inside=links.inside,
+        between=links.between,
+        cards=links.cards,
+        call_s=links.call_s,
+        tuning=links.tuning,
         operator_s=1.0 * US,
         matmul_share=matmul_share,
-        sources={"call_s": NCCL_SOURCE, "operator_s": KERNEL_GAP_SOURCE} | dict(sources),
+        sources={**sources, **_links_sources(name, cards), "operator_s": KERNEL_GAP_SOURCE},
     )
 
 
-def _data_sheet_sources(
-    sheet: str, system: str, matmul_share: str, memory: str, between: str
-) -> dict[str, str]:
+def _links_sources(name: str, cards: str) -> dict[str, str]:
+    """Return the sources of the links: measured, borrowed or guessed."""
+    inside = LINKS_SOURCE.get(name, BORROWED_LINKS)
+    measured = MEASURED_LINKS[name].tuning.network_measured
+    between = inside if measured else NETWORK_GUESS.format(cards)
+    return {"inside": inside, "call_s": inside, "tuning": inside, "between": between}
+
+
+def _data_sheet_sources(sheet: str, system: str, matmul_share: str, memory: str) -> dict[str, str]:
     """Return sources from the GPU's data sheet, the system's, and what is on neither."""
     return {
         "devices": system,
@@ -169,8 +200,6 @@ def _data_sheet_sources(
         "flops_per_s": sheet,
         "memory_bytes": memory,
         "memory_bytes_per_s": sheet,
-        "inside": f"bytes: {sheet}; latency: {NCCL_SOURCE}",
-        "between": f"bytes: {between}; latency: {NCCL_SOURCE}",
         "matmul_share": matmul_share,
     }
 
@@ -182,7 +211,7 @@ _HOPPER_TFLOPS = {
     "float16": 989.4,
     "float8": 1978.9,
 }
-_HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
+_HOPPER_SHARE, _AMPERE_SHARE = 0.437, 0.652
 _H100_PAPER = (
     "NVIDIA H100 Tensor Core GPU Architecture, table 2:"
     " https://resources.nvidia.com/en-us-tensor-core"
@@ -197,20 +226,33 @@ HARDWARE: dict[str, Hardware] = {
     entry.name: entry
     for entry in (
         _gpu_host(
+            "v100-8x",
+            "NVIDIA V100 SXM2, 32 GB",
+            flops={"float32": 15.7, "float16": 125},
+            memory_mib=32768,
+            memory_gigabytes_per_s=900,
+            matmul_share=_AMPERE_SHARE,
+            cards="four cards of 100 Gb/s a host (DGX-1)",
+            sources=_data_sheet_sources(
+                NVIDIA_URL + "v100/ (data sheet V100 SXM2)",
+                "NVIDIA DGX-1 With Tesla V100 System Architecture, 2017",
+                "that of a100-8x, for want of a measurement",
+                NVIDIA_URL + "v100/ (data sheet V100 SXM2)",
+            ),
+        ),
+        _gpu_host(
             "a100-8x",
             "NVIDIA A100 SXM, 80 GB",
             flops={"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312},
             memory_mib=81920,
             memory_gigabytes_per_s=2039,
-            nvlink=300,
-            card=25,
             matmul_share=_AMPERE_SHARE,
+            cards=_CONNECTX.format(200, _DGX["dgxa100"]),
             sources=_data_sheet_sources(
                 NVIDIA_URL + "a100/ (data sheet A100 80GB SXM)",
                 _DGX["dgxa100"],
                 CALIBRATION_SOURCE.format("A100_ROWS"),
                 DRIVER_SOURCE.format(80),
-                _CONNECTX.format(200, _DGX["dgxa100"]),
             ),
         ),
         _gpu_host(
@@ -219,16 +261,14 @@ HARDWARE: dict[str, Hardware] = {
             flops=_HOPPER_TFLOPS,
             memory_mib=81559,
             memory_gigabytes_per_s=3350,
-            nvlink=450,
-            card=50,
             matmul_share=_HOPPER_SHARE,
+            cards=_CONNECTX.format(400, _DGX["dgxh100"]),
             sources=_data_sheet_sources(
                 f"{NVIDIA_URL}h100/ (data sheet H100 SXM; to the digit in {_H100_PAPER})",
                 _DGX["dgxh100"],
                 CALIBRATION_SOURCE.format("H100_ROWS")
                 + ", on cards held to 500 of 700 W: cautious",
                 DRIVER_SOURCE.format(80),
-                _CONNECTX.format(400, _DGX["dgxh100"]),
             ),
         ),
         _gpu_host(
@@ -237,15 +277,13 @@ HARDWARE: dict[str, Hardware] = {
             flops=_HOPPER_TFLOPS,
             memory_mib=95 * 1024,
             memory_gigabytes_per_s=2400,
-            nvlink=450,
-            card=50,
             matmul_share=_HOPPER_SHARE,
+            cards=_CONNECTX.format(400, H100_TORCHTITAN_URL),
             sources=_data_sheet_sources(
                 f"memory: {H100_TORCHTITAN_URL}; the rest: that of the H100 SXM, {_H100_PAPER}",
                 H100_TORCHTITAN_URL,
                 CALIBRATION_SOURCE.format("H100_ROWS"),
                 f"96 GB by {H100_TORCHTITAN_URL}, of which a driver leaves about 95 GiB",
-                _CONNECTX.format(400, H100_TORCHTITAN_URL),
             ),
         ),
         _gpu_host(
@@ -254,15 +292,13 @@ HARDWARE: dict[str, Hardware] = {
             flops=_HOPPER_TFLOPS,
             memory_mib=143771,
             memory_gigabytes_per_s=4800,
-            nvlink=450,
-            card=50,
             matmul_share=_HOPPER_SHARE,
+            cards=_CONNECTX.format(400, _DGX["dgxh100"]),
             sources=_data_sheet_sources(
                 NVIDIA_URL + "h200/ (data sheet H200 SXM)",
                 _DGX["dgxh100"],
                 "that of h100-8x: the same chip",
                 DRIVER_SOURCE.format(141),
-                _CONNECTX.format(400, _DGX["dgxh100"]),
             ),
         ),
         _gpu_host(
@@ -271,15 +307,13 @@ HARDWARE: dict[str, Hardware] = {
             flops={"float32": 75, "tf32": 1125, "bfloat16": 2250, "float16": 2250, "float8": 4500},
             memory_mib=183359,
             memory_gigabytes_per_s=8000,
-            nvlink=900,
-            card=50,
             matmul_share=_HOPPER_SHARE,
+            cards=_CONNECTX.format(400, _DGX["dgxb200"]),
             sources=_data_sheet_sources(
                 NVIDIA_URL + "hgx/ (HGX B200, an eighth of the board's)",
                 _DGX["dgxb200"],
                 "that of h100-8x, for want of a measurement",
                 DRIVER_SOURCE.format(180),
-                _CONNECTX.format(400, _DGX["dgxb200"]),
             ),
         ),
         Hardware(
@@ -313,6 +347,7 @@ HARDWARE: dict[str, Hardware] = {
                 "between": "gigabit Ethernet, IEEE 802.3ab; latency assumed",
                 "cards": "assumed",
                 "call_s": "assumed: calibrate instead",
+                "tuning": "none: a ring with one protocol",
                 "operator_s": "assumed: calibrate instead",
                 "matmul_share": "assumed: calibrate instead",
             },

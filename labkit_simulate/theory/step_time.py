@@ -1,9 +1,9 @@
-"""Estimate step time: operators by roofline, collectives by alpha and beta, overlap by streams.
+"""Estimate step time: operators by roofline, collectives by links, overlap by streams.
 
     gather_s = collective_s("all_gather", shard_bytes, Group(16, hosts=2), get_hardware("h100-8x"))
 
 An operator takes as long as its arithmetic or its memory traffic, whichever is longer. A collective
-takes the latency of its steps and its bytes over the slowest link. Both are tasks of a stream. A
+takes what ``labkit.theory.links`` says of its links. Both are tasks of a stream. A
 stream runs its tasks in order, each once its dependencies have ended:
 
     communication  [gather 1][gather 2]      [gather 3]
@@ -17,9 +17,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes, ring_s
 from labkit.theory.overlap import uncovered_in_turn
 from labkit_simulate.theory.hardware import Hardware
 
@@ -85,17 +83,7 @@ def make_group(ranks: Iterable[int], ranks_on_host: int) -> Group:
 def collective_s(
     name: str, handed_bytes: float, group: Group, hosts: Hardware, *, algorithm: str = "best"
 ) -> float:
-    """Return the seconds of one collective or message.
-
-    ``ring``: a rank passes parts to its neighbour n - 1 times, for an all-reduce 2 (n - 1) times.
-    The rings together use every network card of the group's ranks, and each part leaves a host
-    once. ``tree``, only for an all-reduce: the ranks of a host form a chain, the hosts two binary
-    trees, up and down again; fewer steps, and twice the tensor's bytes. ``best`` is the faster. An
-    all-to-all sends each part directly, and most parts leave the host.
-
-    Sources: Patarasuk and Yuan, 2009 (ring); Sanders, Speck and Träff, "Two-tree algorithms for
-    full bandwidth broadcast, reduction and scan", 2009; what counts as a step inside and between
-    hosts: ``ncclTopoTuneModel`` in NCCL's src/graph/tuning.cc.
+    """Return the seconds of one collective or message, see ``labkit.theory.links``.
 
     Args:
         name: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
@@ -107,55 +95,13 @@ def collective_s(
     Raises:
         ValueError: name, algorithm or their combination is unknown, or ranks exceed devices.
     """
-    if algorithm not in ("best", "ring", "tree") or (algorithm == "tree" and name != "all_reduce"):
-        raise ValueError(f"{name} by {algorithm!r}: take best or ring, or tree for an all_reduce")
-    if name not in WIRE_FRACTIONS:
-        raise ValueError(f"{name!r} is none of {', '.join(WIRE_FRACTIONS)}")
     if group.ranks_per_host > hosts.devices and not hosts.shared:
         fix = f"spread them over {math.ceil(group.ranks / hosts.devices)} hosts"
         raise ValueError(
             f"{group.ranks_per_host} ranks on a host of {hosts.devices} devices ({hosts.name}):"
             f" {fix}"
         )
-    if group.ranks == 1 or not handed_bytes:
-        return 0.0
-    if algorithm == "tree":
-        return _tree_s(handed_bytes, group, hosts)
-    by_ring_s = _ring_s(name, handed_bytes, group, hosts)
-    if algorithm == "ring" or name != "all_reduce":
-        return by_ring_s
-    return min(by_ring_s, _tree_s(handed_bytes, group, hosts))
-
-
-def _ring_s(name: str, handed_bytes: float, group: Group, hosts: Hardware) -> float:
-    between = replace(hosts.between, beta_s_per_byte=_cross_host_s_per_byte(group, hosts))
-    links: Any = {"inside": hosts.inside, "between": between, "hosts": group.hosts}
-    if name != "all_to_all":
-        return hosts.call_s + ring_s(name, handed_bytes, group.ranks, **links)
-    # There is no ring: what goes to other hosts leaves through the rank's own network card.
-    outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
-    leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
-    inside_s = (leaving - outside) * hosts.inside.beta_s_per_byte
-    bytes_s = max(inside_s, outside * _card_s_per_byte(1, hosts))
-    return hosts.call_s + ring_s(name, 0, group.ranks, **links) + bytes_s
-
-
-def _tree_s(handed_bytes: float, group: Group, hosts: Hardware) -> float:
-    levels = math.ceil(math.log2(group.hosts))
-    chain_s = (group.ranks_per_host - 1) * hosts.inside.alpha_s
-    slowest = max(hosts.inside.beta_s_per_byte, _cross_host_s_per_byte(group, hosts))
-    # Up and down again.
-    return hosts.call_s + 2 * (chain_s + levels * hosts.between.alpha_s + handed_bytes * slowest)
-
-
-def _cross_host_s_per_byte(group: Group, hosts: Hardware) -> float:
-    """Return seconds per byte out of a host over all cards of the group's ranks; 0 on one host."""
-    return _card_s_per_byte(group.ranks_per_host, hosts) if group.hosts > 1 else 0.0
-
-
-def _card_s_per_byte(ranks_on_host: int, hosts: Hardware) -> float:
-    """Return seconds per byte over the share of a host's cards that these ranks have."""
-    return hosts.between.beta_s_per_byte / (hosts.cards * min(1.0, ranks_on_host / hosts.devices))
+    return hosts.links.collective_s(name, handed_bytes, group.ranks, group.hosts, algorithm)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ neighbouring operators.
 Letters: d width, k width of keys and values, f of the feedforward part.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,6 +106,9 @@ LLAMA_2_7B = DecoderShape(
 LLAMA_2_13B = DecoderShape(
     width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000
 )
+LLAMA_2_34B = DecoderShape(
+    width=8192, layers=48, heads=64, kv_heads=8, feedforward=22016, vocab=32000
+)
 LLAMA_2_70B = DecoderShape(
     width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000
 )
@@ -126,7 +130,7 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Training with FSDP over all ranks, a unit per block, the rest in the root unit; Adam.
+    """Training with FSDP, a unit per block, the rest in the root unit; Adam.
 
     Attributes:
         model: its shape.
@@ -137,6 +141,8 @@ class TrainingSetup:
             attention and every other product, as torchtitan does.
         compiled: whether a compiler fuses neighbouring operators.
         dtype: of the computation.
+        shard_ranks: neighbouring ranks over which the model is sharded, by default all; with fewer,
+            gradients are then summed over the groups (HSDP).
     """
 
     model: DecoderShape
@@ -146,11 +152,17 @@ class TrainingSetup:
     checkpointing: Checkpointing = "selective"
     compiled: bool = False
     dtype: str = "bfloat16"
+    shard_ranks: int | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of a rank in a step."""
         return self.batch * self.sequence
+
+    @property
+    def shards(self) -> int:
+        """Number of parts into which the model is sharded."""
+        return self.shard_ranks or self.ranks
 
     def estimate_step(self, hosts: Hardware) -> StepEstimate:
         """Estimate a step on the fewest hosts; raise ValueError if ranks do not fill them."""
@@ -158,7 +170,7 @@ class TrainingSetup:
         if rest := self.ranks % on_host:
             rule = f"{self.ranks} % {on_host} = {rest}"
             raise ValueError(f"{self.ranks} ranks do not fill hosts of {on_host}: {rule}")
-        time = self._step_time(hosts.for_rank(on_host), Group(self.ranks, self.ranks // on_host))
+        time = self._step_time(hosts.for_rank(on_host), self.ranks // on_host)
         flops = self.tokens * self.model.model_flops(self.sequence)
         return StepEstimate(
             time=time,
@@ -167,16 +179,17 @@ class TrainingSetup:
             memory_bytes=self.peak_memory_bytes(),
         )
 
-    def _step_time(self, rank: Hardware, group: Group) -> StepTime:
-        model = self.model
+    def _step_time(self, rank: Hardware, hosts: int) -> StepTime:
+        model, copies = self.model, self.ranks // self.shards
         update_s = operator_s(
-            Operator("adam", moved_bytes=ADAM_BYTES * model.parameters / self.ranks), rank
+            Operator("adam", moved_bytes=ADAM_BYTES * model.parameters / self.shards), rank
         )
-        root = self._unit_times("root", model.root_parameters, [], [], rank, group)
-        head = self._head_times(rank)
+        groups = Group(self.shards, math.ceil(hosts / copies)), Group(copies, min(copies, hosts))
+        root = self._unit_times("root", model.root_parameters, [], [], rank, groups)
+        head = self.head_times(rank)
         blocks = [
             self._unit_times(
-                f"block {index}", model.block_parameters, *self._block_operators(), rank, group
+                f"block {index}", model.block_parameters, *self.block_operators(), rank, groups
             )
             for index in range(model.layers)
         ]
@@ -192,21 +205,26 @@ class TrainingSetup:
         forward: list[Operator],
         backward: list[Operator],
         rank: Hardware,
-        group: Group,
+        groups: tuple[Group, Group],
     ) -> UnitTimes:
-        """Return a unit's times, with its copies out of the gather and into the reduce-scatter."""
+        """Return a unit's times, with its copies out of the gather and into the reduce-scatter.
+
+        Groups are those of a rank that shard the model and that hold the same shard.
+        """
+        sharing, same = groups
         copy_out = Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters)
         copy_in = Operator("copy", moved_bytes=6 * parameters)
-        shard_bytes = COMPUTE_BYTES * parameters / self.ranks
+        shard = parameters / self.shards
+        reduce_s = collective_s("reduce_scatter", FLOAT_BYTES * parameters, sharing, rank)
         return UnitTimes(
             name=name,
-            gather_s=collective_s("all_gather", shard_bytes, group, rank),
+            gather_s=collective_s("all_gather", COMPUTE_BYTES * shard, sharing, rank),
             forward_s=sum(operator_s(each, rank) for each in [*forward, copy_out]),
             backward_s=sum(operator_s(each, rank) for each in [*backward, copy_out, copy_in]),
-            reduce_s=collective_s("reduce_scatter", FLOAT_BYTES * parameters, group, rank),
+            reduce_s=reduce_s + collective_s("all_reduce", FLOAT_BYTES * shard, same, rank),
         )
 
-    def _block_operators(self) -> tuple[list[Operator], list[Operator]]:
+    def block_operators(self) -> tuple[list[Operator], list[Operator]]:
         """Return the operators of a block's forward pass, and of backward with recomputation."""
         model, tokens = self.model, self.tokens
         products = [self._matmul_operator(weights) for weights in model.matmul_weights]
@@ -232,7 +250,7 @@ class TrainingSetup:
         ]
         return [*products, attention, others], backward
 
-    def _head_times(self, rank: Hardware) -> UnitTimes:
+    def head_times(self, rank: Hardware) -> UnitTimes:
         """Return the times of output layer and loss, whose parameters are gathered already."""
         numbers = self.tokens * self.model.vocab
         product = self._matmul_operator(self.model.vocab * self.model.width)
@@ -294,7 +312,7 @@ class TrainingSetup:
         others = 4 * k + 12 * f + FLOAT_BYTES * model.heads
         return (
             self._shard_bytes
-            + FLOAT_BYTES * model.block_parameters * behind / self.ranks
+            + FLOAT_BYTES * model.block_parameters * behind / self.shards
             + FLOAT_BYTES * model.block_parameters * (behind > 0)
             + self._activation_bytes_per_token * self.tokens * block
             + COMPUTE_BYTES * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
@@ -308,13 +326,13 @@ class TrainingSetup:
     def _bytes_at_end(self) -> float:
         """Return the bytes when the root's gradients are reduced, from a copy in float32."""
         model = self.model
-        reduced = FLOAT_BYTES * model.layers * model.block_parameters / self.ranks
+        reduced = FLOAT_BYTES * model.layers * model.block_parameters / self.shards
         return self._shard_bytes + reduced + (COMPUTE_BYTES + FLOAT_BYTES) * model.root_parameters
 
     @property
     def _shard_bytes(self) -> float:
         """Shards of parameters and Adam's state."""
-        return 3 * FLOAT_BYTES * self.model.parameters / self.ranks
+        return 3 * FLOAT_BYTES * self.model.parameters / self.shards
 
     @property
     def _activation_bytes_per_token(self) -> int:

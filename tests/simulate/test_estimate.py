@@ -123,6 +123,19 @@ def test_buckets_of_ddp_are_sent_beside_the_backward_pass_and_halos_are_waited_f
             if call["call"] == "send"} == {2}  # fmt: skip
 
 
+def test_a_step_has_a_range_which_is_wide_where_its_network_was_not_measured(simulated):
+    result = simulated("ddp")  # small arithmetic, and collectives between hosts
+    widths = {}
+    for name in ("h100-8x", "b200-8x"):
+        estimate = estimate_rank_step(result, name)
+        low, step, high = estimate.low_s, estimate.time.step_s, estimate.high_s
+        assert low < step / 1.04 and high > 1.04 * step
+        widths[name] = high / low
+    assert widths["b200-8x"] <= 1.25**2 < widths["h100-8x"] <= 2.4**2
+    assert result.value("reckoned_step_low_s") == estimate_rank_step(result, "h100-8x").low_s
+    assert result.value("reckoned_step_high_s") == estimate_rank_step(result, "h100-8x").high_s
+
+
 def test_other_hardware_needs_no_other_simulation(simulated):
     first = simulated("fsdp")
     again = labkit.simulate("fsdp_wrap", world_size=16, rank=9, hardware=get_hardware("a100-8x"), **STACK)
@@ -167,7 +180,7 @@ def test_a_figure_of_the_time_line_is_drawn_and_stamped(simulated):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"world_size": 16, "hardware": "h100"}, "'h100' is none of a100-8x, h100-8x"),
+        ({"world_size": 16, "hardware": "h100"}, "'h100' is none of v100-8x, a100-8x, h100-8x"),
         ({"world_size": 12, "hardware": "h100-8x"}, "12 ranks do not fill hosts of 8 (h100-8x): 12 % 8 = 4"),
         ({"world_size": 32, "hardware": "h100-8x", "ranks_per_host": 16}, "16 ranks on a host of 8 devices (h100-8x)"),
         ({"world_size": 16, "hardware": 8}, "hardware 8 is none of"),

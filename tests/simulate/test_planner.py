@@ -19,7 +19,7 @@ from labkit.runs.folder import runs_folder
 from labkit_simulate.extrapolate import SMALL_BLOCK_COUNTS, candidates_to_simulate_whole
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.planner import largest_fitting_value
-from labkit_simulate.search_result import SearchResult
+from labkit_simulate.search_result import Candidate, SearchResult
 from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 512}
@@ -80,7 +80,7 @@ def test_every_row_is_what_simulate_says_and_nothing_is_simulated_twice(found):
         )
         assert row["peak_bytes"] == result.value("peak_total_bytes")
         assert row["reserved_bytes"] == result.value("gpu_reserved_bytes")
-        for name in ("step_s", "compute_s", "exposed_s"):
+        for name in ("step_s", "step_low_s", "step_high_s", "compute_s", "exposed_s"):
             assert row[name] == result.value(f"reckoned_{name}")
         assert row["mfu"] == result.value("reckoned_model_flops_share")
 
@@ -95,6 +95,27 @@ def test_all_train_with_the_same_samples_and_the_fastest_comes_first(found):
         assert row["dollars_per_step"] == pytest.approx(3.0 * row["world_size"] * row["step_s"] / 3600)
         assert row["dollars_per_million_tokens"] == pytest.approx(row["dollars_per_step"] / (16 * 512e-6))
     assert plan.cheapest["dollars_per_step"] == rows["dollars_per_step"].min()
+
+
+def test_ranges_that_overlap_are_not_told_apart_and_others_are():
+    def plan(*steps):
+        times = {"compute_s": 1.0, "exposed_s": 0.0, "mfu": 0.4, "memory_bytes": 80 * 2**30}
+        candidates = [
+            Candidate(
+                8,
+                {"tp": tp},
+                reason="",
+                sizes={"peak": 1, "reserved": 1, "ahead": 0},
+                times={"h100-8x": times | {"step_low_s": low, "step_s": step, "step_high_s": high}},
+            )
+            for tp, (low, step, high) in enumerate(steps)
+        ]
+        return SearchResult("decoder", ["tp"], candidates)
+
+    near = plan((0.9, 1.0, 1.2), (1.1, 1.3, 1.5), (1.3, 1.4, 1.5))
+    assert list(near.untold_rows["tp"]) == [1]
+    assert "the first is not told apart from 1 others" in repr(near) and "at most" in repr(near)
+    assert "told apart" not in repr(plan((0.9, 1.0, 1.2), (1.3, 1.4, 1.5)))
 
 
 def test_what_the_program_refuses_is_a_row_in_its_own_words(found):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from labkit.theory.links import PLAIN
 from labkit_simulate.theory import simulation
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.step_time import Group, UnitTimes, collective_s, fsdp_tasks, schedule_tasks
@@ -9,7 +10,7 @@ from labkit_simulate.theory.step_time import Group, UnitTimes, collective_s, fsd
 
 @pytest.mark.parametrize(("hosts", "shard"), [(1, 2.0e8), (2, 5e7), (128, 4e5), (128, 0.5)])
 def test_the_ring_is_that_of_the_time_model(hosts, shard):
-    gpus = get_hardware("h100-8x", call_s=0.0)
+    gpus = get_hardware("h100-8x", call_s=0.0, tuning=PLAIN)
     expected = collective_s("all_gather", shard, Group(8 * hosts, hosts), gpus, algorithm="ring")
     assert simulation.ring_s(shard, hosts, 8, gpus.inside, gpus.between) == pytest.approx(expected, rel=1e-9)
 
