@@ -19,11 +19,11 @@ import labkit
 from labkit import Emulated
 from labkit.environment import ENV_PROGRESS
 from labkit.models.mlp import SEQUENCE_LENGTH
-from labkit.theory import emulated_steps, extensions, fsdp, spatial, two_dim
+from labkit.theory import emulated_steps, fsdp, two_dim
 from labkit.theory.emulated_steps import FSDPUnit
 
 RANKS = 8
-CHAIN = {"dim": 256, "layers": 24}
+CHAIN: dict[str, Any] = {"dim": 256, "layers": 24}
 STACK = {"dim": 128, "blocks": 3}
 TILES = 128
 IMAGE: dict[str, Any] = {"height": 32, "width": 256}
@@ -82,16 +82,8 @@ def extension_cases() -> Iterator[Case]:
     for wire, gb_per_s in (("narrow", 0.002), ("wide", 0.1)):
         hardware = Emulated(latency_us=500, gb_per_s=gb_per_s, forward_ms=40, memory_gb_per_s=0.02)
         for extension in ("none", "int8"):
-            step_s = emulated_steps.compute_s(hardware, len(layers))
-            for unit in layers:
-                kind = "fp32" if extension == "none" else extension
-                sent = sum(extensions.gather_bytes(shape, RANKS, kind) for shape in unit)
-                own = sum(extensions.gather_bytes(shape, RANKS, "fp32") for shape in unit)
-                step_s += 2 * hardware.collective_s("all_gather", sent, RANKS)
-                step_s += hardware.collective_s("reduce_scatter", RANKS * own, RANKS)
-                # Encoding reads the shard and writes what is sent, decoding the same of all ranks.
-                if extension != "none":
-                    step_s += 2 * (1 + RANKS) * (own + sent) / (0.02 * 1e9)
+            kind = "fp32" if extension == "none" else extension
+            step_s = emulated_steps.extension_step_s(hardware, RANKS, layers, kind)
             params = {"extension": extension, "dim": TILES, "batch": 4}
             yield Case(f"{kind}, {wire} wire", "allgather_extensions", hardware, params, 1e3 * step_s)
 
@@ -122,21 +114,9 @@ def spatial_cases() -> Iterator[Case]:
 
 def spatial_case(name: str, hardware: Emulated, *, mesh: str, batch: int) -> Case:
     data, space = map(int, mesh.split("x"))
-    ranks, own = data * space, batch // data
-    sent, size = spatial.spatial_all_reduces(
-        strategy="local", **NETWORK, num_classes=10, batch=own, space_ranks=space, data_ranks=data
-    )
-    means = 4 * own * NETWORK["dims"][-1] if space > 1 else 0
-    each_s = [hardware.collective_s("all_reduce", part, ranks) for part in (size - means, means)]
-    halos: list[float] = []
-    for stage in spatial.convnext_stages(IMAGE["height"], IMAGE["width"], **NETWORK) if space > 1 else ():
-        one = spatial.halo_bytes(rows=stage.height, halo=3, channels=stage.channels, batch=batch)
-        halos += [one] * stage.depth
-    step_s = emulated_steps.halo_step_s(
-        hardware, ranks, blocks=sum(NETWORK["depths"]), halo_bytes=halos, all_reduce_s=sum(each_s[:sent])
-    )
+    step_s = emulated_steps.spatial_step_s(hardware, **IMAGE, **NETWORK, batch=batch, data=data, space=space)
     params = IMAGE | NETWORK | {"mesh": mesh, "batch": batch}
-    return Case(name, "convnext_spatial", hardware, params, 1e3 * step_s, ranks)
+    return Case(name, "convnext_spatial", hardware, params, 1e3 * step_s, data * space)
 
 
 WINS = [

@@ -1,7 +1,7 @@
 """Report what this machine can do, which labs it cannot run, and how to fix that.
 
     python -m labkit doctor          # as text; --json for a program
-    labkit.doctor.show()             # in a notebook: a table
+    labkit.doctor.show(lab="4b")     # in a notebook: a table of what concerns this lab
 
 Each check returns one Finding. OK: nothing to do. NOTE: every lab runs, but there is something to
 know. FAIL: a lab cannot run until the fix is made.
@@ -11,6 +11,7 @@ import html
 import importlib.util
 import inspect
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -32,6 +33,7 @@ from labkit.runs.folder import runs_folder
 GIB = 1024**3
 EVERY_LAB = "all labs"
 JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
+SHORT_REPORT = ("PyTorch", "GPUs", "Cores")
 COLOURS = {
     "OK": "var(--jp-success-color0, #2e7d32)",
     "NOTE": "#b26a00",
@@ -48,6 +50,13 @@ class Finding:
     detail: str
     fix: str = ""
     labs: str = ""
+
+    def concerns(self, lab: str) -> bool:
+        """Tell whether somebody who begins this lab, such as 4b, should read it."""
+        if self.status == "OK":
+            return self.what in SHORT_REPORT
+        named = re.match(r"labs? (\d+b?(?:(?:, | and )\d+b?)*)(?! ranks)", self.labs)
+        return not named or lab in re.findall(r"\d+b?", named[1])
 
     def __str__(self) -> str:
         line = f"[{self.status}]".ljust(7) + f"{self.what}: {self.detail}"
@@ -132,7 +141,7 @@ def check_sharded_convolution() -> Finding:
         seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.14,"
     why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
     detail = f"{seen} on torch {torch_private.TORCH_VERSION} ({why})"
-    fix, labs = "use strategy local or dtensor", "lab 1, strategy native"
+    fix, labs = "use strategy local or dtensor", "lab 1b, strategy native"
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, labs)
 
 
@@ -159,7 +168,7 @@ def check_compiler() -> Finding:
     """Check for a C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
         fix = requirements.COMPILER_FIX
-        return Finding("FAIL", "C++ compiler", seen, fix, "lab 4 (torch.compile)")
+        return Finding("FAIL", "C++ compiler", seen, fix, "labs 4 and 4b (torch.compile)")
     command = [requirements.compiler_name(), "--version"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or command)[0])
@@ -275,9 +284,14 @@ def run_checks() -> Diagnosis:
     return Diagnosis(findings + [check() for check in OTHER_CHECKS])
 
 
-def show() -> None:
-    """Show the report, as a table in a notebook and as text elsewhere."""
+def show(lab: str = "") -> None:
+    """Show the report, as a table in a notebook and as text elsewhere.
+
+    With a lab, such as "4b", only what is good to know before that lab.
+    """
     report = run_checks()
+    if lab:
+        report = Diagnosis([each for each in report.findings if each.concerns(lab)])
     if "IPython" in sys.modules:
         from IPython.display import display
 

@@ -1,6 +1,7 @@
 """Call functions at the start of a module's forward pass and of its backward pass."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,8 +30,48 @@ class _PauseBackward(torch.autograd.Function):
         return grads[0], None
 
 
+# The pauses of compiled programs, whose operators take numbers and not functions.
+_compiled_pauses: list[Pause] = []
+
+
+def has_pauses() -> bool:
+    """Tell whether a module of this process pauses, so that a compiled program may do so."""
+    return bool(_compiled_pauses)
+
+
+@cache
+def _make_operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return two copies of a tensor for compiled programs: one pauses, one does in its backward."""
+    # The compiler keeps operators that it does not know in their places. It demands of them that
+    # they return no view of their input.
+
+    @torch.library.custom_op("labkit::pause", mutates_args=())
+    def pause(x: Tensor, number: int) -> Tensor:
+        _compiled_pauses[number](x.device)
+        return x.clone()
+
+    @torch.library.custom_op("labkit::pause_backward", mutates_args=())
+    def pause_backward(x: Tensor, number: int) -> Tensor:
+        return x.clone()
+
+    def keep_number(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.number = inputs[1]
+
+    for operator in (pause, pause_backward):
+        operator.register_fake(lambda x, number: torch.empty_like(x))
+    pause.register_autograd(lambda ctx, grad: (grad, None))
+    pause_backward.register_autograd(
+        lambda ctx, grad: (pause(grad, ctx.number), None), setup_context=keep_number
+    )
+    return pause, pause_backward
+
+
 def pause_once(values: Any, pause: Pause) -> tuple[Any, bool]:
     """Pause in the backward pass of the first tensor with a gradient; tell whether there is one."""
+    return _change_first(values, lambda x: _PauseBackward.apply(x, pause))
+
+
+def _change_first(values: Any, change: Callable[[Tensor], Any]) -> tuple[Any, bool]:
     found = False
 
     def attach(x: Tensor) -> Tensor:
@@ -38,22 +79,30 @@ def pause_once(values: Any, pause: Pause) -> tuple[Any, bool]:
         if found or not x.requires_grad:
             return x
         found = True
-        delayed: Tensor = _PauseBackward.apply(x, pause)
-        return delayed
+        changed: Tensor = change(x)
+        return changed
 
     return tree_map_only(Tensor, attach, values), found
 
 
 def attach_pause(block: nn.Module, in_forward: Pause, in_backward: Pause) -> None:
     """Call functions at the start of a block's forward pass and of its backward pass."""
+    number = len(_compiled_pauses)
+    _compiled_pauses.extend([in_forward, in_backward])
+    pause, pause_later = _make_operators()
 
     # Before the block is wrapped: FSDP's hooks then gather its parameters before the pause.
-    def pause_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def pause_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (pause(args[0], number), *args[1:]), kwargs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         wait_for_messages(tensors)
         in_forward(tensors[0].device)
+        return None
 
     def pause_backward(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _change_first(output, lambda x: pause_later(x, number + 1))[0]
         return pause_once(output, in_backward)[0]
 
     block.register_forward_pre_hook(pause_forward, with_kwargs=True)

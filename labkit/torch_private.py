@@ -265,6 +265,7 @@ torch._inductor.fx_passes.ddp_fusion: the passes that fuse
 torch._dynamo.trace_rules: building DDP changes it for the rest of the process
     LEGACY_MOD_INLINELIST get_legacy_mod_inlinelist: what building DDP changes
 torch._dynamo.utils:counters: graphs compiled, buckets made, backward passes traced
+torch._dynamo.backends.registry:lookup_backend: the compiled pieces of a DDP model are counted
 torch._dynamo.compiled_autograd:_enable: traces a backward pass
 torch._inductor.graph
     GraphLowering: its programs are read
@@ -284,10 +285,11 @@ torch.distributed._tools.fake_collectives: lets collectives take tensors without
 torch:_C._current_graph_task_id: whether a backward pass is running
 torch.distributed.distributed_c10d:init_process_group new_group: replaced: a group sends nothing
 torch.distributed.device_mesh
-    init_process_group: replaced: a group sends nothing
+    init_process_group: replaced: a group sends nothing, or over emulated links
     DeviceMesh.__init__: replaced: a mesh is values in tensors; it takes the CPU for a GPU
 torch.distributed
-    init_process_group new_group: replaced: whatever its backend, a group sends nothing
+    init_process_group: replaced: whatever its backend, sends nothing, or over emulated links
+    new_group: replaced: whatever its backend, a group sends nothing
     is_nccl_available: replaced: programs are told yes
     Reducer Logger _verify_params_across_processes: replaced: DDP's C++ works on memory
     _register_comm_hook _register_builtin_comm_hook: replaced: a hook of DDP cannot be simulated

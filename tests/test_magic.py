@@ -98,6 +98,20 @@ def test_names_of_the_notebook_reach_the_ranks_when_they_are_listed_and_modules_
     assert re.search(words("batch … notebook … --use batch"), str(caught.value))
 
 
+def test_a_plain_script_waits_for_emulated_links(cell, shell):
+    shell.run_cell("import labkit\nslow = labkit.Emulated(latency_us=100_000)")
+    code = """
+        import time
+        dist.init_process_group("gloo")
+        dist.barrier()
+        begun = time.monotonic()
+        dist.all_reduce(torch.ones(1))
+        int(10 * (time.monotonic() - begun)) / 10
+    """
+    assert cell("--emulate slow --name waited", code) == "ranks 0–1: 0.2\n"
+    assert shell.user_ns["waited"].stamp.startswith("emulated: 100000 µs")
+
+
 def test_the_result_is_bound_and_values_come_home(cell, shell):
     code = """
         from labkit import rank
@@ -270,6 +284,8 @@ def test_nothing_starts_with_a_syntax_error(cell, shell):
         ("--name 3x", UsageError, "--name 3x"),
         ("--name class", UsageError, "--name class"),
         ("--nodes 3", UsageError, "--nodes 3"),
+        ("--emulate h1000", labkit.ParameterError, "'h1000' … h100-8x"),
+        ("--emulate In", labkit.ParameterError, "emulate = … labkit.Emulated"),
     ],
 )
 def test_wrong_options_are_refused_before_a_start(cell, options, error, message):

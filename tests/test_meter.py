@@ -3,6 +3,7 @@ the traced step.
 """
 
 import itertools
+import threading
 import time
 from functools import partial
 
@@ -267,6 +268,17 @@ def test_communication_and_memory_by_category_are_recorded_in_the_traced_step_al
     )
     assert memory["end_parameter"]["bytes"] == parameters
     assert memory["resident"]["bytes"] > 50e6, "in bytes: a process with torch holds more than 50 MB"
+
+
+def test_what_another_thread_holds_for_a_moment_is_not_there_at_the_end(meter):
+    model, held = nn.Linear(2, 2), []
+    model.weight.register_hook(lambda gradient: held.append(torch.ones(480)))
+    for step in meter.steps(1, warmup=0, track=[model]):
+        held.clear()
+        model(torch.ones(2)).sum().backward()
+        if not step.timed:
+            threading.Timer(0.05, held.clear).start()
+    assert [line["bytes"] for line in meter.writer.lines if line["name"] == "end_temp"] == [0]
 
 
 def test_timed_steps_carry_no_tracing(meter):

@@ -49,6 +49,7 @@ class TorchrunMagics(Magics):
     @argument("--timeout", type=float, default=60, help="limit in seconds; 60 by default")
     @argument("--name", default="", help="the notebook's name for the RunResult, or the failure")
     @argument("--device", help="auto, cpu or cuda; by default what LABKIT_DEVICE says")
+    @argument("--emulate", default="", help="hardware: a notebook's name for it, or h100-8x")
     @argument("--fails", action="store_true", help="the cell is meant to fail: show how, go on")
     @argument("--use", default="", help="names of the notebook, with commas; modules come anyway")
     @cell_magic
@@ -65,6 +66,7 @@ class TorchrunMagics(Magics):
         known = self.shell.user_ns
         given = {CELL_NAME: text, **find_used_values(tree, options.use, known)}
         arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
+        arguments["emulate"] = known.get(options.emulate, options.emulate) or None
         outcome: RunResult | LabError
         try:
             outcome = result = run_with_payload(PROGRAM, given, **arguments)

@@ -105,6 +105,12 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         # Several hosts replace these two after their rendezvous.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
         "PYTHONUNBUFFERED": "1",
+        # A rank that leaves early could break connections that others are still making: Gloo says
+        # "Connection closed by peer" (pytorch/pytorch#53270). With it they wait for each other. One
+        # rank has nobody to wait for, and the fake store of lab 6 could not.
+        "TORCH_DIST_INIT_BARRIER": inherited.get(
+            "TORCH_DIST_INIT_BARRIER", str(int(nproc * hosts > 1))
+        ),
         **compile_cache.cache_variables(inherited),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
     }

@@ -134,23 +134,6 @@ def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) 
     return execute_request(request, payload_pickling.pack_payload(given))
 
 
-def sweep(
-    program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any
-) -> list[RunResult]:
-    """Run a program once for every combination of some arguments, in order.
-
-    Args:
-        program: as for ``run``.
-        over: values by argument of ``run`` (``nproc`` or a parameter); the last varies fastest.
-        **fixed: the other arguments of ``run``.
-    """
-    chosen = [fixed | each for each in argument_combinations(over, fixed)]
-    # All of them before the first run: a bad value must not cost an hour.
-    for arguments in chosen:
-        make_run_request(program, **arguments)
-    return [run(program, **arguments) for arguments in chosen]
-
-
 def argument_combinations(
     over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -223,8 +206,10 @@ def make_run_request(
     if nproc > (most := RANKS_PER_CORE * cores):
         limit = f"{RANKS_PER_CORE} for each of {cores} cores = {most} is the limit"
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
+    hardware = resolve_emulated(emulate)
     if device is None:
-        device = read_choice(ENV_DEVICE, *DEVICES) or "auto"
+        # Where GPUs are the default, emulated hardware still is this machine's CPU.
+        device = "cpu" if hardware else read_choice(ENV_DEVICE, *DEVICES) or "auto"
     if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
@@ -233,7 +218,6 @@ def make_run_request(
     if network_namespace.is_namespace_requested() and places:
         rule = "keeps ranks to this machine, so none can run on hosts: unset it"
         raise ParameterError(f"{ENV_NETWORK}=own {rule}")
-    hardware = resolve_emulated(emulate)
     if hardware:
         if device == "cuda" or places:
             what = "device='cuda'" if device == "cuda" else "hosts="

@@ -18,6 +18,7 @@ from labkit.runs import records
 from labkit.runs.folder import JSON_FIX, RunFolder, read_json, require_fields
 from labkit.runs.verdict import describe_error, describe_verdict
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
+from labkit.theory.emulated import Emulated, read_emulated
 
 if TYPE_CHECKING:
     import pandas
@@ -149,6 +150,11 @@ class RunResult:
         return str(self.session.get("device", "unknown"))
 
     @property
+    def emulated(self) -> Emulated | None:
+        """The hardware for whose times the ranks have waited, if they did."""
+        return read_emulated(self.info.get("emulate"))
+
+    @property
     def ranks(self) -> list[RankOutput]:
         """Each rank's output, by rank."""
         return [RankOutput(rank, RunFolder(self.folder)) for rank in range(self.world_size)]
@@ -207,7 +213,7 @@ class RunResult:
         """
         values = self._value_by_name
         if name not in values:
-            known = ", ".join(sorted(values)) or "no records at all"
+            known = ", ".join(sorted(values.keys() - records.ABOUT_THE_RUN)) or "no records at all"
             raise UnknownValue(f"this run has no value {name!r}; it has: {known}")
         return values[name]
 

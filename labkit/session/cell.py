@@ -21,7 +21,8 @@ import torch.distributed as dist
 from labkit import requirements, torch_private
 from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER
 from labkit.runs.folder import RunFolder, write_json, write_text
-from labkit.session.payload import load_payload
+from labkit.session.emulated_wire import emulate_all_groups
+from labkit.session.payload import load_emulated, load_payload
 from labkit.session.session import batch_schedule_new_threads
 
 # What tracebacks and stacks call the cell.
@@ -35,10 +36,15 @@ def main() -> None:
     # The cell may change the environment and the names, so they are read before.
     folder, rank = RunFolder(Path(os.environ[ENV_RUN_FOLDER])), int(os.environ["RANK"])
     kept = folder.artifact(rank, VALUE_ARTIFACT)
+    hardware = load_emulated()
+    if hardware:
+        emulate_all_groups(hardware)
     on_cpu = os.environ.get(ENV_DEVICE) == "cpu" or not torch.cuda.is_available()
     # On GPUs the cell decides where it computes.
     if rank == 0 and on_cpu:
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
+        if hardware:
+            machine |= {"device": "emulated", "device_name": hardware.describe()}
         write_json(folder.session_json, machine | {"torch": torch_private.TORCH_VERSION})
     names = {"torch": torch, "dist": dist} | load_payload()
     text = names.pop(CELL_NAME)

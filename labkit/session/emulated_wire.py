@@ -24,8 +24,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.futures import Future
 from torch.profiler import record_function
 
+from labkit import torch_private
 from labkit.session.counted_group import METHODS, hand_on_to
 from labkit.session.timeline import WAIT_MARK
+from labkit.session.traffic import STAMP_TAG
 from labkit.theory.emulated import Emulated
 from labkit.torch_private import tree_leaves
 
@@ -38,8 +40,6 @@ NEW_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-# Tags of messages that carry the time of arrival are those of the messages plus this.
-STAMP_TAG = 1 << 20
 
 
 class Clock:
@@ -155,7 +155,7 @@ class WireWork(dist.Work):
             try:
                 # Raises what gloo has met.
                 self._work.wait()
-                arrived.set_result(self._work.result())
+                arrived.set_result(self.result())
             except Exception as error:
                 arrived.set_exception(error)
 
@@ -164,7 +164,8 @@ class WireWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         """Return the message's tensors."""
-        tensors: list[Tensor] = self._work.result()
+        # Not by the work's own ``result``, which warns on every rank that it is deprecated.
+        tensors: list[Tensor] = self._work.get_future().value()
         return tensors
 
 
@@ -298,3 +299,15 @@ def use_wire(hardware: Emulated) -> Wire:
         dist.Backend.register_backend(BACKEND, EmulatedGroup, devices=["cpu"])
     current_wire = Wire(hardware)
     return current_wire
+
+
+def emulate_all_groups(hardware: Emulated) -> None:
+    """Let groups be emulated whatever their backend, for the rest of this process."""
+    use_wire(hardware)
+    join = torch_private.get("distributed:init_process_group")
+
+    def join_emulated(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        join(BACKEND, *args, **kwargs)
+
+    for module in ("distributed", "device_mesh"):
+        torch_private.replace(f"{module}:init_process_group", join_emulated)

@@ -27,6 +27,7 @@ from labkit.session.core_use import CoreUse
 from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.traffic import CommunicationCounter
 
+MAX_RELEASE_S = 0.2
 # labkit's names for those of torch's trackers that have spaces and short forms of them.
 CATEGORY_NAMES = {
     "sharded param": "parameter",
@@ -151,12 +152,12 @@ class Meter:
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         on_gpu = self.device.type == "cuda"
         for index in [-1] * warmup + list(range(count)):
-            if index == 0:
-                core_use = CoreUse(self.cores)
             self.synchronize()
             if dist.is_initialized():
                 # No rank may pay in its step for another's earlier delay.
                 dist.barrier()
+            if index == 0:
+                core_use = CoreUse(self.cores)
             if index == 0 and on_gpu:
                 # What building the model has cached counts as reserved until it is given back.
                 torch.cuda.empty_cache()
@@ -169,6 +170,9 @@ class Meter:
             step.write_records()
             after()
         if not on_gpu:
+            if dist.is_initialized():
+                # What other ranks do in this stretch of time, they must count in the same one.
+                dist.barrier()
             core_use.write_records(self.writer, count)
         peaks = {"resident": resident_peak_bytes()}
         if on_gpu:
@@ -191,7 +195,10 @@ class Meter:
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
         """Run at most ``most`` steps without measuring, for a check."""
         # Takes the arguments of ``steps``, so that a program can use one loop for both.
-        return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
+        for _ in range(count if most is None else min(count, most)):
+            if self.emulated:
+                self.emulated.start_step()
+            yield Step(-1, False, self)
 
     def step_with_counts(
         self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
@@ -201,7 +208,7 @@ class Meter:
         tracker = make_memory_tracker(track) if track else None
         with tracker or contextlib.nullcontext(), self.count_traffic(index, track, tracker, mesh):
             yield step
-            at_end = bytes_by_category(tracker, "current", self.device)
+            at_end = bytes_at_end(tracker, self.device)
         step.write_records()
         at_peak = bytes_by_category(tracker, "peak", self.device)
         for moment, amounts in (("peak", at_peak), ("end", at_end)):
@@ -298,6 +305,19 @@ def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[s
         if where.type == device.type:
             return {category_name(reftype): int(amount) for reftype, amount in amounts.items()}
     return {}
+
+
+def bytes_at_end(tracker: Any, device: torch.device) -> dict[str, int]:
+    """Return each category's bytes at a step's end, and their ``total``."""
+    # As ``let_gloo_free_tensors``: beside other work, gloo's thread may hold the last message's
+    # tensor for longer than the pause after it.
+    latest_s = time.monotonic() + MAX_RELEASE_S
+    while True:
+        amounts = bytes_by_category(tracker, "current", device)
+        may_fall = device.type != "cuda" and amounts.get("temp")
+        if not may_fall or time.monotonic() > latest_s:
+            return amounts
+        time.sleep(0.005)
 
 
 def category_name(reftype: Any) -> str:

@@ -93,6 +93,11 @@ class Session:
             sizes, names = tuple(axes.values()), tuple(axes)
             return device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether this rank waits as long as emulated links and devices would take."""
+        return self._emulated is not None
+
     def emulate_units(self, units: Iterable[nn.Module], share: float = 1.0) -> None:
         """Let these modules take the time of emulated units, where the run emulates hardware.
 

@@ -25,6 +25,8 @@ NON_TRAFFIC_OPS = {
     *("wait_tensor", "barrier", "monitored_barrier_"),
     *("check_for_nan", "_wrap_tensor_autograd"),
 }
+# An emulated wire sends the time of arrival behind each message, with the message's tag plus this.
+STAMP_TAG = 1 << 20
 _VARIANT_PATTERN = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
 _CANONICAL_NAMES = {
     "allreduce": "all_reduce",
@@ -126,7 +128,8 @@ class CommunicationCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS:
+        is_traffic = namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS
+        if is_traffic and not _is_time_stamp(name, args):
             group, ranks = group_name_and_ranks(args)
             spans = len(ranks), count_hosts(ranks)
             for label, given in collective_inputs(namespace, name, args):
@@ -134,6 +137,10 @@ class CommunicationCounter(TorchDispatchMode):
                 for axis in {"", self._axes.get(group, "")}:
                     self.along[axis].add_call((label, *spans), size)
         return func(*args, **(kwargs or {}))
+
+
+def _is_time_stamp(name: str, args: Sequence[Any]) -> bool:
+    return name in ("send", "recv_") and args[-1] >= STAMP_TAG
 
 
 class BucketRecorder(CommunicationCounter):

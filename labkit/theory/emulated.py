@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.errors import ParameterError
-from labkit.theory.collectives import AlphaBeta, ring_s
+from labkit.theory.collectives import AlphaBeta
+from labkit.theory.links import MEASURED_LINKS, Links
 
 GIGA, MICRO = 1e9, 1e-6
 
@@ -36,6 +37,8 @@ class Emulated:
             and decodes; None for no limit.
         unit_bytes: bytes of a full-size unit's parameters; messages take the time that they would
             take if the program's units were of this size. By default they have their own.
+        links: name of hosts in ``theory.links.MEASURED_LINKS``, whose measured links take the place
+            of the latencies and bandwidths above, which then only describe them.
         hardware: description of what is emulated, for figures.
         slower: factor by which all times above are longer than the hardware's.
     """
@@ -49,13 +52,14 @@ class Emulated:
     backward_ms: float | None = None
     memory_gb_per_s: float | None = None
     unit_bytes: float | None = None
+    links: str = ""
     hardware: str = ""
     slower: float = 1.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "hardware" or (value is None and field.default is None):
+            if field.name in ("hardware", "links") or (value is None and field.default is None):
                 continue
             may_be_zero = field.name.endswith(("_us", "_ms"))
             least = "of at least 0" if may_be_zero else "above 0"
@@ -64,6 +68,9 @@ class Emulated:
                 raise ParameterError(f"{field.name} = {value!r} is not a number {least}")
         if self.ranks_per_host and self.ranks_per_host % 1:
             raise ParameterError(f"ranks_per_host = {self.ranks_per_host!r} is not a whole number")
+        if self.links and self.links not in MEASURED_LINKS:
+            known = ", ".join(MEASURED_LINKS)
+            raise ParameterError(f"links = {self.links!r} is none of {known}")
 
     @property
     def inside(self) -> AlphaBeta:
@@ -89,7 +96,7 @@ class Emulated:
     def collective_s(
         self, collective: str, handed_bytes: float, ranks: int, *, hosts: int = 1
     ) -> float:
-        """Return the seconds of a collective or message, see ``collectives.ring_s``.
+        """Return the seconds of a collective or message, see ``theory.links``.
 
         Args:
             collective: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
@@ -97,19 +104,22 @@ class Emulated:
             ranks: number of ranks in the group.
             hosts: number of hosts over which they are spread evenly.
         """
-        cards = max(1, ranks // hosts)
-        card = AlphaBeta(self.between.alpha_s, self.between.beta_s_per_byte / cards)
-        if collective in ("send", "recv"):
-            link = self.between if hosts > 1 else self.inside
-            return link.seconds(handed_bytes)
         # The root's link carries a part for each of the others.
         name = "all_gather" if collective in ("gather", "scatter") else collective
-        return ring_s(name, handed_bytes, ranks, inside=self.inside, between=card, hosts=hosts)
+        if self.links:
+            measured = MEASURED_LINKS[self.links]
+            return self.slower * measured.collective_s(name, handed_bytes, ranks, hosts)
+        # A card for each rank, and a ring as in a text book.
+        devices = max(1, ranks // hosts)
+        links = Links(self.inside, self.between, devices, devices)
+        return links.collective_s(name, handed_bytes, ranks, hosts, "ring")
 
     def describe(self) -> str:
         """Return the words under a figure, such as "emulated: 100 µs and 0.3 GB/s"."""
         if self.hardware:
-            pace = f", 1 s = {1e3 / self.slower:g} ms" if self.slower != 1 else ""
+            pace_us = 1e6 / self.slower
+            pace = f"{pace_us / 1e3:g} ms" if pace_us >= 1e3 else f"{pace_us:g} µs"
+            pace = f", 1 s = {pace}" if self.slower != 1 else ""
             return f"emulated: {self.hardware}{pace}"
         text = f"emulated: {_describe_link(self.latency_us, self.gb_per_s)}"
         if self.ranks_per_host:
@@ -126,7 +136,18 @@ def _link(latency_us: float, gb_per_s: float | None) -> AlphaBeta:
 
 
 def _describe_link(latency_us: float, gb_per_s: float | None) -> str:
-    return f"{latency_us:g} µs and {f'{gb_per_s:g} GB/s' if gb_per_s else 'no limit'}"
+    if not gb_per_s:
+        return f"{latency_us:g} µs and no limit"
+    speed = f"{gb_per_s:.3g} GB/s" if gb_per_s >= 0.1 else f"{1e3 * gb_per_s:.3g} MB/s"
+    return f"{latency_us:g} µs and {speed}"
+
+
+def slow_motion_factor(step_s: float) -> float:
+    """Return how often slower a step takes 0.4 to 1 s, with 1 s standing for a round time."""
+    power = math.floor(math.log10(step_s))
+    return next(
+        1 / (digit * 10.0**power) for digit in (1, 2, 5, 10) if digit * 10.0**power >= step_s
+    )
 
 
 def read_emulated(fields: dict[str, Any] | None) -> Emulated | None:
