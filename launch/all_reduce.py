@@ -27,7 +27,7 @@ class Config:
     """Which messages are sent, and how often."""
 
     message_bytes: tuple[PositiveInt, ...] = (1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
-    """Sizes of single messages in bytes."""
+    """Sizes of single messages in bytes, at least two; none, to time pieces alone."""
     total_bytes: PositiveInt = 4194304
     """Bytes that are also sent in pieces."""
     pieces: tuple[PositiveInt, ...] = (1, 4, 16, 64)
@@ -42,8 +42,8 @@ class Config:
     def validate(self, world_size: int) -> None:
         if world_size < 2:
             raise ValueError("an all-reduce needs at least 2 ranks: with 1 nothing is sent")
-        if len(set(self.message_bytes)) < 2:
-            raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes")
+        if len(set(self.message_bytes)) == 1:
+            raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes, or none")
         for size in (*self.message_bytes, self.total_bytes):
             if size % FLOAT32_BYTES:
                 rule = f"{size} bytes are no whole number of float32"

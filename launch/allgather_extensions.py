@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,13 @@ class Config:
     """What is sent, and what is measured or checked."""
 
     extension: Literal[
-        "none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"
-    ] = "two_tensor"
+        "none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_hooks",
+        "your_type",
+    ] = "two_tensor"  # fmt: skip
     """What a parameter sends: none, what FSDP2 sends by itself; two_tensor, the parameter twice; a
-    type, its elements in that type; yours, what encode of use= returns; your_type, what the type
-    sends that parameter of use= makes of it.
+    type, its elements in that type; yours, what encode of use= returns; your_hooks, what the hooks
+    send that add_hooks of use= puts onto a shard; your_type, what the type sends that parameter of
+    use= makes of it.
     """
     scales: Literal["", "shard", "row", "group"] = ""
     """What has a scale of its own, with float8, int8 or int4: a shard, a row, or a group of 32
@@ -90,6 +92,9 @@ class Config:
         if check == "wire" and self.dim < 128:
             rule = "a row of fewer than 128 numbers does not make up for its scale"
             raise ValueError(f"dim {self.dim}: {rule}")
+        if check in ("parity", "meta") and extension == "your_hooks":
+            rule = f"check {check} makes its own shards, which your_hooks does not reach"
+            raise ValueError(f"{rule}: take your_type, or yours with check parity")
         if check == "parity" and self.steps < 3:
             rule = f"steps {self.steps}: the third is the first that sets gradients to zero"
             raise ValueError(f"{rule}: take 3 or more")
@@ -111,6 +116,12 @@ def encode(shard: Tensor) -> tuple[Tensor, ...]:
 def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the parameter [rows of all ranks, ...] in this dtype, from the gathered tensors."""
     return gathered[0].to(dtype)
+
+
+@rank.replaceable
+def add_hooks(shard: Tensor, rows: int) -> None:
+    """Put FSDP2's two hooks onto a plain shard, of which every rank sends this many rows."""
+    raise ValueError("extension your_hooks needs use={'add_hooks': a function of (shard, rows)}")
 
 
 @rank.replaceable
@@ -169,8 +180,32 @@ def build_sharded_network(
     # A check builds other extensions too, for which the choice of scales was not meant.
     scales = config.scales if extension == config.extension else ""
     reshard = config.reshard_after_forward
-    chosen = with_emulated_memory(here, resolve_extension(extension, scales))
-    return apply_extension(model, mesh, chosen, reshard_after_forward=reshard, mp_policy=policy)
+    with_hooks = extension == "your_hooks"
+    named = "none" if with_hooks else extension
+    chosen = with_emulated_memory(here, resolve_extension(named, scales))
+    apply_extension(model, mesh, chosen, reshard_after_forward=reshard, mp_policy=policy)
+    if with_hooks:
+        tensors.hook_shards(model, partial(add_emulated_hooks, here))
+    return model
+
+
+def add_emulated_hooks(here: rank.Session, shard: Tensor, rows: int) -> None:
+    """Let a learner's hooks take the time of an emulated device's memory."""
+    add_hooks(shard, rows)
+    hooked: Any = shard
+    encode_shard, decode_gathered = hooked.fsdp_pre_all_gather, hooked.fsdp_post_all_gather
+
+    def pre_all_gather(mesh: DeviceMesh) -> Any:
+        sent, metadata = encode_shard(mesh)
+        here.emulate_memory(shard, *sent)
+        return sent, metadata
+
+    def post_all_gather(gathered: Sequence[Tensor], *given: Any, out: Tensor | None = None) -> Any:
+        answer = decode_gathered(gathered, *given, out=out)
+        here.emulate_memory(*gathered, answer[0] if out is None else out)
+        return answer
+
+    hooked.fsdp_pre_all_gather, hooked.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
 def with_emulated_memory(here: rank.Session, extension: ExtensionChoice) -> ExtensionChoice:
@@ -222,7 +257,7 @@ def train(
     # The learning rate falls to 0, or the final loss would depend on the last few steps.
     slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)
     losses: list[Tensor] = []
-    for index, step in enumerate(measure(config.steps)):
+    for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
         optimizer.zero_grad()
         with step.span("forward_backward"):
             losses.append(forward_backward(config, here, index, model))
@@ -249,7 +284,9 @@ def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) ->
     # Tiles of a step after the last, which neither model has seen.
     losses = (tile_loss(config, here, config.steps, network) for network in (model, exact))
     rounded, right = (tensors.plain_tensors(loss)[0] for loss in losses)
-    taken, within_hooks = tensors.gather_ms(model)
+    # What ranks wait for takes the same time in each round.
+    how = {"rounds": 1} if here.is_emulated else {}
+    taken, within_hooks = tensors.gather_ms(model, **how)
     here.record_scalar("weight_error", errors.largest)
     here.record_scalar("weight_rms_error", errors.rms)
     here.record_scalar("loss_change", float(rounded / right - 1))

@@ -8,11 +8,13 @@ Each rank holds one strip of every image and feature map. A convolution exchange
 the neighbouring ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from labkit import parity, rank, requirements
@@ -20,7 +22,8 @@ from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloa
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
 from labkit.parallel.checkpointing import find_blocks
-from labkit.parallel.halo import Strip, pad_with_halo, return_halo_gradients
+from labkit.parallel.halo import Strip, pad_columns, return_halo_gradients
+from labkit.parallel.small_fsdp import flatten_tensors, split_flat
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
 from labkit.parity.spatial import compare_spatial_step
 from labkit.theory import sizes, spatial
@@ -110,7 +113,7 @@ class Config:
 @rank.replaceable
 def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
     """Return a strip [N, C, H, W] with ``halo`` columns of each neighbour, zeros at the border."""
-    return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
+    return pad_columns(strip, halo, rank, ranks)
 
 
 @rank.replaceable
@@ -138,9 +141,32 @@ class _HaloExchange(torch.autograd.Function):
         return return_gradients(grads[0], *ctx.place), None, None, None
 
 
+@rank.replaceable
+def reduce_gradients(cut: list[Tensor], head: list[Tensor]) -> None:
+    """Make a rank's gradients those of one device, in place; of the head every rank has all."""
+    bucket = flatten_tensors(cut, ranks=1)
+    dist.all_reduce(bucket)
+    for gradient, total in zip(cut, split_flat(bucket, cut), strict=True):
+        gradient.copy_(total)
+
+
+def reduce_with_answer(model: ConvNeXt) -> None:
+    """Reduce a model's gradients with the function of ``use=``, for strategy yours."""
+    cut: list[Tensor] = []
+    head: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        (head if name.startswith("head.") else cut).append(weight.grad)
+    reduce_gradients(cut, head)
+
+
 def pad_with_answer(strip: Tensor, halo: int, place: Strip) -> Tensor:
     """Pad a strip with the functions of ``use=``, for strategy yours."""
-    return padded_strip(strip, halo, place.rank, place.ranks)
+    # Messages must be contiguous, and zeros_like of a slice keeps the strides of channels-last.
+    padded = padded_strip(strip.contiguous(), halo, place.rank, place.ranks)
+    if padded.requires_grad:
+        padded.register_hook(Tensor.contiguous)
+    return padded
 
 
 def main(config: Config) -> None:
@@ -159,14 +185,16 @@ def main(config: Config) -> None:
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
-            apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
+            how: dict[str, Any] = {"tensor_dim": config.tensor_dim, "pad": pad}
+            apply_spatial(model, mesh, strategy=strategy, reduces=pad is None, **how)
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
         for own_images in (batch[0], whole[0]):
             own_images.requires_grad_(config.input_grad)
         # More than one, so that what a step leaves behind counts; few, as steps carry rounding on.
         few_steps = partial(here.plain_steps, most=3)
-        logits = train(config, few_steps if checked else here.steps, model, *batch)
+        after = reduce_with_answer if config.strategy == "yours" else None
+        logits = train(config, few_steps if checked else here.steps, model, *batch, after=after)
         if checked:
             expected = train(config, few_steps, reference, *whole)[own_samples(mesh, config.batch)]
             both = model, logits, reference, expected
@@ -185,9 +213,17 @@ def build_model(config: Config, device: torch.device) -> ConvNeXt:
 
 
 def train(
-    config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor
+    config: Config,
+    measure: rank.StepLoop,
+    model: ConvNeXt,
+    images: Tensor,
+    labels: Tensor,
+    after: Callable[[ConvNeXt], None] | None = None,
 ) -> Tensor:
-    """Train in every measured step; return this rank's last logits [N, num_classes]."""
+    """Train in every measured step; return this rank's last logits [N, num_classes].
+
+    ``after`` is called after each backward pass.
+    """
     # Both models of a check must drop the same samples.
     torch.manual_seed(config.seed)
     # Adam's first step is nearly the gradient's sign, which rounding decides for gradients near 0.
@@ -202,6 +238,8 @@ def train(
             loss = torch.nn.functional.cross_entropy(logits, labels)
         with step.span("backward"):
             loss.backward()
+            if after:
+                after(model)
         with step.span("optimizer"):
             optimizer.step()
         step.record_scalar("loss", loss)

@@ -7,16 +7,14 @@ The compiler puts the backward pass and its all-reduces into one program, in whi
 where it sends and where it waits.
 """
 
-import copy
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD
 
@@ -30,8 +28,6 @@ from labkit.parity.ddp import build_chain, compare_buckets, compare_techniques
 from labkit.session.meter import Step
 from labkit.session.traffic import BucketRecorder
 
-# How many messages the gradients' bytes are cut into, to tell latency from bytes.
-PIECE_COUNTS = (1, 64)
 CaseName = Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"]
 
 
@@ -47,6 +43,8 @@ class Config:
     """Who averages: DistributedDataParallel, replicate, the compiler, or data_parallel of use=."""
     fuse: Literal["none", "coalesced", "concat"] = "coalesced"
     """A fused bucket: none, several tensors in one call (coalesced), or a flat tensor (concat)."""
+    graph: Literal["none", "split", "whole"] = "none"
+    """Compile inside DDP: none, cut where DDP's buckets end as PyTorch does, or one whole graph."""
     bucket_mb: PositiveFloat = 25.0
     """A bucket is sent once it holds this many MiB."""
     late_waits: bool = True
@@ -63,12 +61,8 @@ class Config:
     """Timed steps, after two to warm up, in which everything compiles; a check takes two."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
-    race: bool = False
-    """Run every step twice, with this mode and with DistributedDataParallel, and only time both."""
-    costs: bool = False
-    """Before every step, time what it is made of: DDP's backward pass with nothing sent, and the
-    gradients' bytes in one message and in many.
-    """
+    sizes_mb: tuple[PositiveFloat, ...] = ()
+    """Run every step once with each of these bucket sizes, in turn, and only time them."""
     check: Literal["none", "parity", "buckets"] = "none"
     """parity: compare DDP and replicate, eager and compiled, with one device; buckets: compare the
     predicted, counted and sent buckets with those in the code.
@@ -80,12 +74,12 @@ class Config:
         if mode == "yours" and (case != "cpu" or buckets):
             rule = "mode yours averages float32 after every batch"
             raise ValueError(f"{rule}: use case cpu, and check none or parity")
-        if self.race and not (plain and mode in ("yours", "replicate")):
-            rule = "a race is between mode yours or replicate and DDP"
+        if self.sizes_mb and not (plain and mode in ("yours", "ddp")):
+            rule = "sizes_mb compares times of mode yours or ddp"
             raise ValueError(f"{rule}: use case cpu and check none")
-        if self.costs and not (plain and mode == "ddp" and not self.race):
-            rule = "costs are those of DDP's own reducer"
-            raise ValueError(f"{rule}: use mode ddp, case cpu, check none and no race")
+        if self.graph != "none" and not (plain and mode == "ddp" and not self.sizes_mb):
+            rule = "graph compiles the module inside DDP"
+            raise ValueError(f"{rule}: use mode ddp, case cpu, check none, and no sizes_mb")
         if self.check == "none" and mode != "compiled" and case == "backward_only":
             raise ValueError(f"mode {mode} compiles nothing, no backward pass: use mode compiled")
         if buckets and (self.fuse == "none" or not self.inductor):
@@ -134,56 +128,63 @@ def main(config: Config) -> None:
             check = compare_techniques if config.check == "parity" else compare_buckets
             here.finish_check(**check(build, mesh, case, **how), case=config.case)
             return
+        if config.sizes_mb:
+            time_sizes(config, here, build, mesh)
+            return
         lab = build()
-        # A pause would cut a compiled program in two.
-        here.emulate_units(lab.children() if config.mode != "compiled" else ())
+        here.emulate_units(lab.children())
         technique = ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how)
-        with technique as (model, programs):
-            if config.race:
-                other = build()
-                here.emulate_units(other.children())
-                rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
-            else:
-                train(config, here, lab, model, mesh)
+        with technique as (model, programs), contextlib.ExitStack() as stack:
+            if config.graph != "none":
+                inside = ddp.compile_inside_ddp(lab, split=config.graph == "split")
+                graphs = stack.enter_context(inside)
+            train(config, here, lab, model)
+            if config.graph != "none":
+                here.record_scalar("graphs", len(graphs))
         # Only the programs of backward passes contain collectives.
         sending = [program for program in programs if "_c10d_functional" in program]
         if sending:
             here.save_artifact("code", sending[-1])
 
 
-def race_techniques(
-    config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]
+def time_sizes(
+    config: Config, here: rank.Session, build: Callable[[], LinearChain], mesh: DeviceMesh
 ) -> None:
-    """Run whole steps of all techniques, each in a span of its name."""
-    optimizers = {name: SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()}
-    for index, step in enumerate(here.steps(config.steps, warmup=2)):
+    """Run whole steps with each size of bucket, in spans such as "0.5 MiB"."""
+    apply = apply_answer if config.mode == "yours" else ddp.apply_ddp
+    nets: dict[str, tuple[LinearChain, Any, SGD]] = {}
+    for size_mb in config.sizes_mb:
+        lab = build()
+        here.emulate_units(lab.children())
+        model = apply(lab, mesh, bucket_mb=size_mb)
+        nets[f"{size_mb:g} MiB"] = lab, model, SGD(lab.parameters(), lr=0.01)
+    for index, step in enumerate(here.steps(config.steps)):
+        # The last step counts messages, and would mix the sizes.
+        if index > config.steps:
+            continue
         # In turn within each step, so that a disturbance hits all, and in alternating order.
-        for name in list(racers)[:: -1 if index % 2 else 1]:
+        names = list(nets)[:: -1 if index % 2 else 1]
+        # DDP learns the order of gradients in the step that is not timed; yours has nothing to
+        # learn, and one of its nets warms up this process.
+        if index == 0 and config.mode == "yours":
+            names = names[-1:]
+        for name in names:
+            lab, model, optimizer = nets[name]
             dist.barrier()
-            # Forward and backward are no spans of the step here: only the whole is compared.
+            plain = next(here.plain_steps(1))
             with step.span(name):
-                optimizers[name].zero_grad()
-                forward_backward(config, here, *racers[name], index, next(here.plain_steps(1)))
-                optimizers[name].step()
+                optimizer.zero_grad()
+                forward_backward(config, here, lab, model, index, plain)
+                optimizer.step()
 
 
-def train(
-    config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh: DeviceMesh
-) -> None:
+def train(config: Config, here: rank.Session, lab: LinearChain, model: Any) -> None:
     """Train in every measured step; then run one more to see which gradients share a bucket."""
-    if config.costs:
-        other = copy.deepcopy(lab)
-        silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-        # DDP's backward pass with all of its work but the messages.
-        silent.register_comm_hook(None, noop_hook)
     optimizer = SGD(lab.parameters(), lr=0.01)
-    units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
+    # A mark on a layer of a compiled graph would compile it again, within the profiled step.
+    own = config.graph == "none"
+    units = {name: [layer] * own for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
-        # Not in the additional step, in which messages are counted.
-        if config.costs and index < 2 + config.steps:
-            with step.untimed():
-                time_backward_and_pieces(here, step, other, silent)
         optimizer.zero_grad()
         step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
@@ -196,24 +197,6 @@ def train(
         forward_backward(config, here, lab, model, 0, next(here.plain_steps(1)))
     for index, gradients in enumerate(wire.gradients_by_bucket(lab.named_parameters())):
         here.record_bucket(index, gradients)
-
-
-def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, silent: Any) -> None:
-    """Time a backward pass that sends nothing (``alone``), and messages (``pieces_n``)."""
-    lab.zero_grad()
-    inputs = draw_samples(lab, here.device, 0, here.rank)
-    loss = lab.get_loss(inputs, silent(*inputs))
-    # All ranks start together, or one would measure its wait for another.
-    dist.barrier()
-    with step.span("alone"):
-        loss.backward()
-    row = torch.zeros(sum(parameter.numel() for parameter in lab.parameters()), device=here.device)
-    for count in PIECE_COUNTS:
-        dist.barrier()
-        with step.span(f"pieces_{count}"):
-            handles = [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]
-            for handle in handles:
-                handle.wait()
 
 
 def forward_backward(

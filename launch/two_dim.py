@@ -4,24 +4,24 @@
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity
 
+``--network transformer`` trains two blocks of attention and a gated MLP in place of three MLPs.
 ``--layers yours`` takes column_parallel and row_parallel, which a notebook may replace (``use=``).
 ``--tp 1`` is pure data parallelism, ``--tp 4`` on four ranks pure tensor parallelism.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from labkit import rank, requirements
 from labkit.config import PositiveInt
+from labkit.models.blocks import HEAD_WIDTH, BlockStack
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
 from labkit.parallel import small_tensor_parallel
@@ -30,18 +30,18 @@ from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
 from labkit.parallel.tensor_parallel import (
+    apply_block_tensor_parallel,
     apply_plain_tensor_parallel,
     apply_tensor_parallel,
     mlp_stack_plan,
+    transformer_plan,
 )
 from labkit.parity import draw_samples
 from labkit.parity.two_dim import compare_mesh_training
-from labkit.session.meter import Step
 from labkit.theory import two_dim as theory
 from labkit.theory.sizes import even_share
 
-# Bytes of two all-reduces, to tell latency from bytes, and how often each is sent.
-COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
+Network = MLPStack | BlockStack | LinearChain
 
 
 @dataclass
@@ -51,9 +51,11 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is the width of the test behind ddp_tp."""
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
-    """Along data: fsdp_tp shards a stack of MLPs, cut over tp as tensor_parallel_plan of use= says;
+    """Along data: fsdp_tp shards the network, cut over tp as tensor_parallel_plan of use= says;
     ddp_tp replicates four linear layers.
     """
+    network: Literal["mlp_stack", "transformer"] = "mlp_stack"
+    """What fsdp_tp trains: three MLPs, or two transformer blocks with heads of 8 features."""
     layers: Literal["dtensor", "yours"] = "dtensor"
     """Layers of fsdp_tp: PyTorch's, by a plan, or column_parallel and row_parallel of use=."""
     seq: bool = False
@@ -68,10 +70,6 @@ class Config:
     """Samples of all ranks in a step; each line of tp takes its part."""
     steps: PositiveInt = 3
     """Timed steps, after one to warm up; with a check, compared steps."""
-    costs: bool = False
-    """Before every step, time what it is made of: the passes of one rank's share of the model, and
-    small and large all-reduces along each axis (fsdp_tp). Memory is not tracked then.
-    """
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
     compile: bool = True
@@ -85,16 +83,20 @@ class Config:
         if (self.seq or self.checkpointing) and not fsdp_tp:
             rule = f"seq and checkpointing are for MLPs, and plan {self.plan} has none"
             raise ValueError(f"{rule}: use plan fsdp_tp")
-        plain = fsdp_tp and self.layers == "dtensor" and not self.seq and self.check == "none"
-        if self.costs and not plain:
-            rule = "costs are those of PyTorch's plan"
-            raise ValueError(f"{rule}: use plan fsdp_tp, layers dtensor, no seq, check none")
         if self.layers == "yours" and (not fsdp_tp or self.seq or self.tp == 1):
             rule = "layers yours share the pairs of plan fsdp_tp"
             raise ValueError(f"{rule}, with the sequence whole, and tp 2 or more")
         if self.layers == "yours" and compiles:
             rule = "layers yours are compared as they are, not compiled"
             raise ValueError(f"{rule}: use compile False")
+        if self.network == "transformer":
+            if not fsdp_tp or self.seq or self.layers == "yours":
+                rule = "a transformer is cut by plan fsdp_tp, with the sequence whole"
+                raise ValueError(f"{rule} and layers dtensor")
+            if self.dim % HEAD_WIDTH:
+                rule = f"a width of {self.dim} makes no whole heads of {HEAD_WIDTH} features"
+                raise ValueError(f"{rule}: {self.dim} % {HEAD_WIDTH} = {self.dim % HEAD_WIDTH}")
+            even_share(self.dim // HEAD_WIDTH, self.tp, "heads, of which there are")
         even_share(self.batch, lines, "a batch of")
         # FSDP cuts each rank's share of a matrix once more; DDP does not.
         even_share(self.dim, world_size if fsdp_tp else self.tp, "a width of")
@@ -115,8 +117,10 @@ def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
 
 
 @rank.replaceable
-def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
-    """Return ColwiseParallel(), RowwiseParallel() or others by name of a stack's modules."""
+def tensor_parallel_plan(model: MLPStack | BlockStack) -> dict[str, ParallelStyle]:
+    """Return ColwiseParallel(), RowwiseParallel() or others by name of a network's modules."""
+    if isinstance(model, BlockStack):
+        return transformer_plan()
     return mlp_stack_plan(model, sequence_parallel=False)
 
 
@@ -136,15 +140,17 @@ def check_parity(config: Config, mesh: DeviceMesh, device: torch.device) -> dict
     return compare_mesh_training(*how, mesh, device, config.steps, compile=config.compile)
 
 
-def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPStack | LinearChain:
+def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Network:
     """Build the model, equal on all ranks."""
     torch.manual_seed(0)
-    model = MLPStack if config.plan == "fsdp_tp" else LinearChain
+    sharded: type[MLPStack | BlockStack]
+    sharded = BlockStack if config.network == "transformer" else MLPStack
+    model = sharded if config.plan == "fsdp_tp" else LinearChain
     return model(config.dim, batch=config.batch // mesh["data"].size()).to(device)
 
 
 def parallelize_model(
-    config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False
+    config: Config, mesh: DeviceMesh, lab: Network, *, compile: bool = False
 ) -> nn.Module:
     """Apply the plan's techniques, in torchtitan's order, and return the model."""
     if isinstance(lab, LinearChain):
@@ -154,10 +160,12 @@ def parallelize_model(
         if compile:
             apply_compile(model)
         return model
-    if config.layers == "yours":
+    plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
+    if isinstance(lab, BlockStack):
+        apply_block_tensor_parallel(lab, mesh, plan=plan)
+    elif config.layers == "yours":
         small_tensor_parallel.share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
-        plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
@@ -168,7 +176,7 @@ def parallelize_model(
     # With one rank along data FSDP would only wrap.
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    if config.layers == "yours":
+    if config.layers == "yours" and isinstance(lab, MLPStack):
         return small_tensor_parallel.TensorParallelPairs(lab, mesh["tp"])
     return lab
 
@@ -181,66 +189,20 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
     model = parallelize_model(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     # A memory tracker needs parameters that are leaves, which those of ddp_tp are not.
-    tracked = [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
-    alone = build_rank_share(config, here, mesh) if config.costs else None
+    tracked = [lab, optimizer] if config.plan == "fsdp_tp" else []
     # Before the steps, because slicing a mesh allocates tensors, which a step's memory would show.
     line = mesh["data"].get_local_rank()
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         with step.untimed():
             inputs = draw_samples(lab, here.device, index, line)
-        # Not in the additional step, in which messages are counted.
-        if alone and index < 1 + config.steps:
-            with step.untimed():
-                time_share_and_collectives(step, mesh, alone, inputs)
         optimizer.zero_grad()
-        with step.span("passes") if alone else nullcontext():
-            with step.span("forward"):
-                loss = lab.get_loss(inputs, model(*inputs))
-            with step.span("backward"):
-                loss.backward()
+        with step.span("forward"):
+            loss = lab.get_loss(inputs, model(*inputs))
+        with step.span("backward"):
+            loss.backward()
         with step.span("optimizer"):
             optimizer.step()
         step.record_scalar("loss", loss)
-
-
-def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
-    """Build one rank's share of every matrix, on axes of one rank, so that nothing is sent."""
-    own = here.mesh(apart=here.world_size, data=1, tp=1)
-    lab = build_model(config, mesh, here.device)
-    assert isinstance(lab, MLPStack), "the program refuses other plans"
-    for block, (width, inner) in zip(lab.layers, theory.mlp_pairs(config.dim), strict=True):
-        # [inner / tp, width] and [width, inner / tp]
-        share = inner // config.tp
-        block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
-    lab.to(here.device)
-    if config.tp > 1:
-        plan = mlp_stack_plan(lab, sequence_parallel=False)
-        parallelize_module(lab, own["tp"], plan)
-    if config.checkpointing:
-        apply_activation_checkpointing(lab, lab.block_types)
-    if mesh["data"].size() > 1:
-        apply_fsdp2(lab, own, block_types=lab.block_types)
-    return lab
-
-
-def time_share_and_collectives(
-    step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]
-) -> None:
-    """Time a rank's share (``alone``), and all-reduces along each axis (``tp_4096``, ...)."""
-    alone.zero_grad()
-    dist.barrier()
-    with step.span("alone"):
-        alone.get_loss(inputs, alone(*inputs)).backward()
-    for axis in ("data", "tp"):
-        for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
-            # float32: 4 bytes per element
-            message = torch.zeros(size // 4, device=inputs[0].device)
-            # All ranks start together, or one would measure its wait for another.
-            dist.barrier()
-            with step.span(f"{axis}_{size}"):
-                for _ in range(COLLECTIVE_REPEATS):
-                    dist.all_reduce(message, group=mesh.get_group(axis))
-    dist.barrier()
 
 
 if __name__ == "__main__":

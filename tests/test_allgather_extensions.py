@@ -232,6 +232,22 @@ def test_a_policy_halves_the_bytes_and_what_is_held_and_reduces_in_float32(runs)
     assert 0 < both.value("hooks_ms") < both.value("gather_ms")
 
 
+SENT = [
+    *((name, "fp32") for name in ("none", "bf16", "float8", "int8", "two_tensor")),
+    ("none", "bf16"),
+    ("int8", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "dim", "batch"), [(2, 128, 1), pytest.param(3, 136, 64, marks=pytest.mark.long)])
+def test_the_peak_of_a_rank_is_that_of_the_ledger_to_the_byte(ranks, dim, batch):
+    cells = [{"extension": name, "policy": policy, "dim": dim, "batch": batch, "steps": 1} for name, policy in SENT]
+    for (name, policy), run in zip(SENT, run_cells("allgather_extensions", ranks, cells), strict=True):
+        sent, compute_bytes = policy if name == "none" else name, {"fp32": 4, "bf16": 2}[policy]
+        expected = theory.step_peak(dim, batch, ranks, sent, compute_bytes=compute_bytes)
+        assert run.value("peak_total_bytes") == expected["total"], (name, policy)
+
+
 def test_what_rounding_does_to_the_loss_is_measured_with_equal_weights_and_samples(runs):
     assert runs["none"].value("loss_change") == runs["none"].value("weight_rms_error") == 0
     for name in ("policy", "both", "eager"):

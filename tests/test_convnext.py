@@ -61,9 +61,9 @@ def test_the_gradient_of_the_images_is_work_of_the_stem():
 def test_the_papers_run_computes_the_gradient_of_its_images(monkeypatch):
     seen, train = [], convnext_spatial.train
 
-    def watch(config, measure, model, images, labels):
+    def watch(config, measure, model, images, labels, **more):
         seen.append(images)
-        return train(config, lambda steps, **how: measure(1, **how), model, images, labels)
+        return train(config, lambda steps, **how: measure(1, **how), model, images, labels, **more)
 
     monkeypatch.setattr(convnext_spatial, "train", watch)
     small = {"batch": 2, "height": 16, "width": 16, "depths": (1, 1), "dims": (4, 8), "strategy": "plain"}

@@ -314,3 +314,20 @@ def test_a_bucket_that_brings_something_else_is_an_error():
     assert match_gradients([torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], dict(gradients), "bucket 0") == {"a": 4}
     with pytest.raises(ValueError, match="bucket 1 brought 8 bytes that are in no gradient of a, b"):
         match_gradients([torch.tensor([3.0, 5.0])], {**gradients, "b": torch.tensor([4.0])}, "bucket 1")
+
+
+def order_of_a_second_step():
+    model = torch.nn.parallel.DistributedDataParallel(LinearChain(8), bucket_cap_mb=1e-6)
+    seen = ddp.note_order(model)
+    for _ in range(2):
+        seen.clear()
+        model(torch.full((4, 8), 1.0 + dist.get_rank())).sum().backward()
+    return seen, model.module.fc4.weight.grad
+
+
+def test_gradients_and_buckets_are_noted_in_their_order_and_averaged_as_without(ranks):
+    (seen, gradient), (others, same) = ranks(2)(order_of_a_second_step)
+    gradients = [name.removesuffix(".weight") for name, _ in chain_gradients(8)]
+    assert [event for event in seen if "leaves" not in event] == gradients
+    assert seen[1] == "[bucket 0 leaves]" and seen.count("[bucket 7 leaves]") == 1 and seen == others
+    assert torch.equal(gradient, same)

@@ -164,6 +164,8 @@ def test_a_measured_run_records_buckets_times_and_the_program(runs, mode, case):
     ("parameters", "message"),
     [
         ({"mode": "ddp", "case": "backward_only"}, "mode ddp compiles nothing"),
+        ({"mode": "compiled", "graph": "split"}, "graph compiles the module inside DDP"),
+        ({"mode": "ddp", "graph": "whole", "sizes_mb": (1.0,)}, "graph compiles the module inside DDP"),
         ({"check": "buckets", "fuse": "none"}, "use fuse coalesced or concat"),
         ({"check": "buckets", "inductor": False}, "and inductor"),
         ({"check": "buckets", "case": "bf16"}, "check buckets looks at one float32 backward pass, not at case bf16"),

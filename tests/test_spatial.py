@@ -385,3 +385,23 @@ def test_a_staged_native_run_takes_the_label_that_each_torch_gives_a_gradient(mo
         to_local=lambda: None, device_mesh=types.SimpleNamespace(ndim=1), placements=[Shard(3)]
     )
     assert relabel(conv, (strip,)) == [label]
+
+
+def with_buffers_like_a_slice(strip, halo, rank, ranks):
+    """Receive into zeros that keep the strides of a slice, which channels-last would make unfit for messages."""
+    from_left, from_right = torch.zeros_like(strip[..., :halo]), torch.zeros_like(strip[..., :halo])
+    handles = []
+    if rank > 0:
+        mine = strip[..., :halo].contiguous()
+        handles += [dist.isend(mine, rank - 1), dist.irecv(from_left, rank - 1)]
+    if rank < ranks - 1:
+        mine = strip[..., -halo:].contiguous()
+        handles += [dist.isend(mine, rank + 1), dist.irecv(from_right, rank + 1)]
+    for handle in handles:
+        handle.wait()
+    return torch.cat([from_left, strip, from_right], dim=-1)
+
+
+def test_an_answer_that_passed_with_contiguous_strips_trains_the_network_too():
+    use = {"exchange_halo": with_buffers_like_a_slice}
+    assert labkit.check("convnext_spatial", nproc=2, strategy="yours", use=use).ok

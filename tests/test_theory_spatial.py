@@ -201,3 +201,9 @@ def test_time_of_a_step_with_strips():
 def test_formulas_need_no_torch():
     code = "import sys; import labkit.theory; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_checkpointed_blocks_keep_their_inputs_and_one_block_whole():
+    (small, large) = spatial.convnext_stages(16, 32, depths=(2, 3), dims=(8, 64))
+    inputs = [4 * 5 * each.channels * each.height * each.width for each in (small, large)]
+    assert spatial.checkpointed_bytes((small, large), batch=5) == 2 * inputs[0] + 3 * inputs[1] + 12 * max(inputs)

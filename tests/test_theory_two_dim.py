@@ -166,3 +166,19 @@ def test_all_ranks_together_do_the_same_operations_whatever_the_split():
         seconds = theory.step_seconds(pairs, 24 * tp // 4, **how)
         assert seconds["compute"] == pytest.approx(theory.step_flops_per_token(pairs) * 24 / 4 / 10)
     assert theory.step_flops_per_token([(2, 4)]) == 6 * 2 * 2 * 4
+
+
+def test_a_clusters_steps_are_those_of_its_links_in_bfloat16():
+    pairs = [(8, 32)] * 3
+    wires, seconds = theory.cluster_steps(pairs, 640, (1, 4, 16), ranks=64, host=8)
+    for tp in (1, 4, 16):
+        axes, own = {"data": 64 // tp, "tp": tp}, 10 * tp
+        handed = theory.step_collectives_by_axis(pairs, own, **axes)
+        assert wires[tp] == {axis: size / 2 for axis, size in theory.axis_wire_bytes(handed, **axes).items()}
+        links = theory.cluster_links(50e9, 8, **axes)
+        how = {"flops_per_s": 400e12, "links": links, "number_bytes": 2}
+        assert seconds[tp] == theory.step_seconds(pairs, own, **axes, **how)
+    speeds = {tp: theory.cluster_links(50e9, 8, data=64 // tp, tp=tp) for tp in (4, 16)}
+    gb_per_s = {tp: {axis: 1e-9 / each.beta_s_per_byte for axis, each in links.items()} for tp, links in speeds.items()}
+    assert gb_per_s[4] == pytest.approx({"tp": 450, "data": 2 * 50}), "two GPUs of each data group are in a host"
+    assert gb_per_s[16] == pytest.approx({"tp": 8 * 50, "data": 50})

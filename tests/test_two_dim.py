@@ -23,7 +23,7 @@ from labkit.theory import two_dim as theory
 from launch import two_dim
 
 PROGRAM = Path(__file__).parent / "programs" / "two_dim_cases.py"
-TENSORS = {"fsdp_tp": 12, "ddp_tp": 8}
+TENSORS = {"fsdp_tp": 12, "ddp_tp": 8, "transformer": 18}
 needs_compiler = pytest.mark.skipif(
     bool(requirements.compiler_problem()), reason=f"torch.compile needs a C++ compiler: {requirements.COMPILER_FIX}"
 )
@@ -57,7 +57,7 @@ def measured():
 
 def compared(case):
     """Tensors in two steps: an output, gradients and parameters in each."""
-    return 2 * (1 + 2 * TENSORS[case.get("plan", "fsdp_tp")])
+    return 2 * (1 + 2 * TENSORS[case.get("network", case.get("plan", "fsdp_tp"))])
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -146,6 +146,12 @@ def test_the_program_prints_its_verdict_last(measured):
     assert verdict["check"] == "parity" and verdict["ok"] and verdict["compared"] == 51
 
 
+def test_a_transformers_block_sums_seven_times_along_tp():
+    result = labkit.run("two_dim", nproc=4, device="cpu", network="transformer", dim=16, steps=1)
+    assert result.value("tp/all_reduce_count") == 2 * theory.BLOCK_SUMS == 14
+    assert result.value("tp/all_reduce_bytes") == 14 * 4 * (4 * 8) * 16, "each of all tokens and the whole width"
+
+
 def first_loss(plan, batch, line):
     """What a line of tp loses at first on its samples, on one device."""
     torch.manual_seed(0)
@@ -193,6 +199,10 @@ def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(measured
         ({"layers": "yours", "tp": 1}, "layers yours share the pairs of plan fsdp_tp"),
         ({"layers": "yours", "plan": "ddp_tp"}, "layers yours share the pairs of plan fsdp_tp"),
         ({"layers": "yours", "check": "parity"}, "layers yours are compared as they are, not compiled"),
+        ({"network": "transformer", "plan": "ddp_tp"}, "a transformer is cut by plan fsdp_tp, with the sequence whole"),
+        ({"network": "transformer", "seq": True}, "a transformer is cut by plan fsdp_tp, with the sequence whole"),
+        ({"network": "transformer", "dim": 12}, "a width of 12 makes no whole heads of 8 features: 12 % 8 = 4"),
+        ({"network": "transformer", "dim": 16, "tp": 4}, "4 ranks cannot share heads, of which there are 2: 2 % 4 = 2"),
         ({"seq": True, "tp": 1}, "seq cuts the sequence over tp, but tp is 1: take 2 or more"),
     ],
 )

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import torch_private
 from labkit.parallel.compiling import apply_compile
+from labkit.pause import has_pauses
 from labkit.torch_private import replicate
 
 FuseMode = Literal["none", "coalesced", "concat"]
@@ -155,6 +156,48 @@ def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
         yield
 
 
+def note_order(model: DistributedDataParallel) -> list[str]:
+    """Return a list that fills with each gradient that is ready and each bucket that leaves."""
+    seen: list[str] = []
+
+    def leave(state: Any, bucket: Any) -> Any:
+        seen.append(f"[bucket {bucket.index()} leaves]")
+        return default_hooks.allreduce_hook(model.process_group, bucket)
+
+    for name, parameter in model.module.named_parameters():
+        short = name.removesuffix(".weight")
+        parameter.register_post_accumulate_grad_hook(lambda _, short=short: seen.append(short))
+    # DDP compares the annotations of a hook with its own.
+    leave.__annotations__ = {}
+    model.register_comm_hook(None, leave)
+    return seen
+
+
+@contextlib.contextmanager
+def compile_inside_ddp(model: nn.Module, *, split: bool) -> Iterator[list[Any]]:
+    """Compile the module inside a DDP model, which stays DDP's to average, and run it inside.
+
+    With ``split``, PyTorch's default, DDPOptimizer cuts the graph where DDP's buckets end, so that
+    each piece has a backward program of its own. The programs run operator by operator: when
+    gradients are complete is of interest here, and not how fast a piece is. Yields the graphs.
+
+    As ``torch.compile(DistributedDataParallel(module))``, but with none of DDP itself compiled.
+    """
+    graphs: list[Any] = []
+
+    def run_as_traced(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch_private.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    try:
+        with torch_private.get("_dynamo:config").patch(optimize_ddp=split):
+            model.compile(backend=run_as_traced, dynamic=False)
+            yield graphs
+    finally:
+        torch.compiler.reset()
+
+
 @contextlib.contextmanager
 def fuse_all_reduces(
     mode: FuseMode = "coalesced", bucket_mb: float = DEFAULT_BUCKET_MB, *, late_waits: bool = True
@@ -179,6 +222,8 @@ def fuse_all_reduces(
         "_fuse_ddp_bucket_size": 25,
         # It is for inference, and mistakes a compiled backward pass for it.
         "reorder_for_locality": False,
+        # It would put all pauses first, and the gradients that they stand for behind them.
+        "reorder_for_peak_memory": not has_pauses(),
     }
     rules, counts = torch_private.trace_rules, torch_private.counters["inductor"]
     inlined = set(rules.LEGACY_MOD_INLINELIST)

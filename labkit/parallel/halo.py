@@ -222,15 +222,34 @@ class _HaloConv2d(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
-    """Average the whole image, given a strip [N, C, H, W]: one all-reduce of [N, C]."""
+def pad_columns(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+    """Return a strip [N, C, H, W] with ``halo`` columns of each neighbour, zeros at the border."""
+    return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
+
+
+def swap_columns(to_left: Tensor, to_right: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Send columns to both neighbours; return those of the left and the right, zeros at a border.
+
+    All four have one shape. Every rank of the default group calls it.
+    """
+    from_left, from_right = _exchange_with_neighbours(
+        to_left, to_right, Strip(3, None, rank, ranks)
+    )()
+    return from_left, from_right
+
+
+def spatial_mean(x: Tensor, strip: Strip, average: bool = True) -> Tensor:
+    """Average the whole image, given a strip [N, C, H, W]: one all-reduce of [N, C].
+
+    ``average`` says that gradients will be averaged over the ranks, rather than added up.
+    """
     # [N, C], this strip's term of the sum
     term = x.mean(dim=(2, 3)) * strip.share
     if strip.ranks == 1:
         return term
     # Every rank of the line computes the same loss from this mean, so the gradient of the sum of
     # all losses is ``ranks`` times one rank's. Averaging over ranks divides it again.
-    if term.requires_grad:
+    if average and term.requires_grad:
         term.register_hook(lambda grad: grad * strip.ranks)
     assert strip.group is not None
     return sum_over_ranks(term, strip.group)

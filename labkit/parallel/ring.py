@@ -13,6 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def ring_all_reduce(mine: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return the sum over all ranks of this rank's vector. A collective."""
+    *_, total = [mine.clone(), *ring_all_reduce_steps(mine)]
+    return total
+
+
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
     """Yield this rank's vector after each of the 2 (ranks - 1) steps; the last one is the sum.
 

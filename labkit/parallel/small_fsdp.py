@@ -24,18 +24,33 @@ After a backward pass the share's gradient is the mean over the ranks.
 
 def shard_unit(unit: nn.Module) -> nn.Parameter:
     """Shard a unit over all ranks; see ``ShardUnit``."""
+    shard, full = shard_parameters(unit)
+    gather_and_free(unit, shard, full)
+    reduce_and_free(unit, shard, full)
+    return shard
+
+
+def shard_parameters(unit: nn.Module) -> tuple[nn.Parameter, Tensor]:
+    """Cut a unit's parameters, and return this rank's share [S] and the buffer [W * S] of W ranks.
+
+    The unit's parameters become views of the buffer, whose memory has been given back.
+    """
     parameters, ranks = list(unit.parameters()), dist.get_world_size()
-    # full: [W * S] with padding, shard: [S], for W ranks
     full = flatten_tensors([p.detach() for p in parameters], ranks)
     shard = nn.Parameter(full.chunk(ranks)[dist.get_rank()].clone())
     for parameter, piece in zip(parameters, split_flat(full, parameters), strict=True):
         # A view, which has values only while the buffer is filled.
         parameter.data = piece
-    buffer, size = full.untyped_storage(), full.untyped_storage().nbytes()
-    ready: list[nn.Parameter] = []
+    full.untyped_storage().resize_(0)
+    return shard, full
+
+
+def gather_and_free(unit: nn.Module, shard: nn.Parameter, full: Tensor) -> None:
+    """Fill the buffer before both passes of a unit, and empty it after the forward pass."""
+    buffer = full.untyped_storage()
 
     def gather(*_: Any) -> None:
-        buffer.resize_(size)
+        buffer.resize_(full.nbytes)
         dist.all_gather_into_tensor(full, shard.detach())
 
     def free_until_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -44,12 +59,21 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
         if output.requires_grad:
             output.register_hook(gather)
 
+    unit.register_forward_pre_hook(gather)
+    unit.register_forward_hook(free_until_backward)
+
+
+def reduce_and_free(unit: nn.Module, shard: nn.Parameter, full: Tensor) -> None:
+    """Empty the buffer once a unit's gradients are complete, and leave their mean in the share."""
+    parameters, ranks = list(unit.parameters()), dist.get_world_size()
+    ready: list[nn.Parameter] = []
+
     def reduce(parameter: nn.Parameter) -> None:
         ready.append(parameter)
         # The unit's last gradient: none of its parameters is needed any more.
         if len(ready) == len(parameters):
             ready.clear()
-            buffer.resize_(0)
+            full.untyped_storage().resize_(0)
             gradients = flatten_tensors([p.grad for p in parameters if p.grad is not None], ranks)
             for each in parameters:
                 each.grad = None
@@ -57,12 +81,8 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
             dist.reduce_scatter_tensor(shard.grad, gradients)
             shard.grad /= ranks
 
-    buffer.resize_(0)
-    unit.register_forward_pre_hook(gather)
-    unit.register_forward_hook(free_until_backward)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(reduce)
-    return shard
 
 
 def flatten_tensors(tensors: Iterable[Tensor], ranks: int) -> Tensor:

@@ -47,6 +47,7 @@ def apply_spatial(
     tensor_dim: int = 3,  # 2 cuts the height, 3 the width
     mesh_dim: int | str | None = None,  # index or name of the strips' axis; by default the last
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None,  # replaces labkit's exchange
+    reduces: bool = True,  # else, with local, each rank keeps its own part of each gradient
 ) -> ConvNeXt:
     """Shard a model's activations in place, and give all ranks the parameters of the first.
 
@@ -66,7 +67,7 @@ def apply_spatial(
     halos = {conv: halo.halo_size(conv, tensor_dim) for conv in convs}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":
-        _apply_local(model, mesh, strip, halos)
+        _apply_local(model, mesh, strip, halos, reduces)
     else:
         _apply_dtensor(model, mesh, axis, strip, halos if strategy == "dtensor" else {})
     return model
@@ -122,7 +123,7 @@ def _replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) ->
 
 
 def _apply_local(
-    model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]
+    model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int], reduces: bool
 ) -> None:
     # A convolution without a halo needs no exchange, so it stays as it is.
     with_halo = {conv: HaloConv2d(conv, size, strip) for conv, size in halos.items() if size}
@@ -136,11 +137,13 @@ def _apply_local(
         images = args[0].to_local()
         # Strips may be unequal, so each counts by its part of the image.
         strip.share = images.shape[strip.dim] / args[0].shape[strip.dim]
-        return (_divide_gradient(images, mesh.size()),)
+        return (_divide_gradient(images, mesh.size() if reduces else 1),)
 
     model.register_forward_pre_hook(to_local)
-    model.mean.forward = partial(halo.spatial_mean, strip=strip)  # type: ignore[method-assign]
-    GradientBuckets(model.parameters(), mesh)
+    mean = partial(halo.spatial_mean, strip=strip, average=reduces)
+    model.mean.forward = mean  # type: ignore[method-assign]
+    if reduces:
+        GradientBuckets(model.parameters(), mesh)
 
 
 def _apply_dtensor(

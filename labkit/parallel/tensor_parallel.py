@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.func import functional_call
 
+from labkit.models.blocks import BlockStack
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MULTIPLIERS, MLPStack
 from labkit.theory import sizes
@@ -64,6 +65,22 @@ def apply_tensor_parallel(
         leave = parallel.PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole)
         parallel.parallelize_module(model, line, enter)
         parallel.parallelize_module(model, line, leave)
+    return model
+
+
+def apply_block_tensor_parallel(
+    model: BlockStack,
+    mesh: DeviceMesh,
+    *,
+    plan: Mapping[str, parallel.ParallelStyle] | None = None,  # by default heads and inner features
+) -> BlockStack:
+    """Share a transformer's matrices over the axis ``tp`` of a mesh (data, tp), in place.
+
+    Ranks of one ``tp`` line take and return the same plain tensors, [N, S, D].
+    """
+    line = mesh["tp"]
+    if line.size() > 1:
+        parallel.parallelize_module(model, line, dict(plan or transformer_plan()))
     return model
 
 
@@ -121,6 +138,15 @@ def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> Plan:
     if sequence_parallel and model.norm is not None:
         plan["norm"] = parallel.SequenceParallel(sequence_dim=1)
     return plan
+
+
+def transformer_plan() -> Plan:
+    """Plan every block of a BlockStack: heads and inner features by columns, and back by rows."""
+    columns = {
+        f"blocks.*.{name}": parallel.ColwiseParallel()
+        for name in ("query", "key", "value", "gate", "up")
+    }
+    return columns | {f"blocks.*.{name}": parallel.RowwiseParallel() for name in ("out", "down")}
 
 
 def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:

@@ -17,9 +17,11 @@ from labkit.tensors.inspection import (
 from labkit.tensors.quantisation import (
     EXTENSIONS,
     Extension,
+    add_codec_hooks,
     extend_model,
     extend_parameter,
     gather_on_one_rank,
+    hook_shards,
     make_quantised_extension,
 )
 from labkit.tensors.two_tensor import (
@@ -31,8 +33,9 @@ from labkit.tensors.two_tensor import (
 )
 
 __all__ = [
-    "EXTENSIONS", "Extension", "TwoTensor", "convert_parameters",
+    "EXTENSIONS", "Extension", "TwoTensor", "add_codec_hooks", "convert_parameters",
     "extend_model", "extend_parameter", "gather_errors", "gather_memory_bytes", "gather_ms",
-    "gather_on_one_rank", "leak_bytes", "make_quantised_extension", "make_two_tensor",
-    "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak", "rounding_errors",
+    "gather_on_one_rank", "hook_shards", "leak_bytes", "make_quantised_extension",
+    "make_two_tensor", "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak",
+    "rounding_errors",
 ]  # fmt: skip

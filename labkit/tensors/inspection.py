@@ -125,7 +125,7 @@ def _gather_units(model: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, Tens
         unit.reshard()
 
 
-def gather_ms(model: nn.Module) -> tuple[float, float]:
+def gather_ms(model: nn.Module, rounds: int = GATHER_ROUNDS) -> tuple[float, float]:
     """Return the milliseconds to gather and free every unit in turn, and those spent in hooks."""
     units, within = list(_reshard_units(model).values()), list[float]()
     for parameter in model.parameters():
@@ -134,7 +134,7 @@ def gather_ms(model: nn.Module) -> tuple[float, float]:
             if hasattr(shard, name):
                 setattr(shard, name, _time_hook(getattr(shard, name), within))
     taken = []
-    for _ in range(GATHER_ROUNDS):
+    for _ in range(rounds):
         # All ranks start together, or one would measure its wait for another.
         _synchronize_gpu()
         dist.barrier()

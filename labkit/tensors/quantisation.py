@@ -33,15 +33,19 @@ _FORMATS: dict[str, tuple[float, str]] = {
 }
 
 
+# From a shard [P, ...] to the tensors to send, each W times longer once it is gathered.
+Encode = Callable[[Tensor], tuple[Tensor, ...]]
+# From all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
+Decode = Callable[[Sequence[Tensor], torch.dtype], Tensor]
+
+
 @dataclass(frozen=True)
 class Extension:
     """How a parameter is sent: in tensors, which ``sends`` names."""
 
     sends: tuple[str, ...]
-    # From a shard [P, ...] to the tensors to send, each W times longer once it is gathered.
-    encode: Callable[[Tensor], tuple[Tensor, ...]]
-    # From all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
-    decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    encode: Encode
+    decode: Decode
 
 
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
@@ -75,32 +79,35 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
     if parameter.is_meta:
         raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
     # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
-    local: Any = parameter._local_tensor
-    hooks = _make_hooks(local, shape, parameter.device_mesh.size(), chosen)
-    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = hooks
-
-
-def _make_hooks(
-    local: Tensor, shape: tuple[int, ...], ranks: int, extension: Extension
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return FSDP2's two hooks of a parameter, which call an Extension and check its results."""
-    # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
+    local, ranks = parameter._local_tensor, parameter.device_mesh.size()
+    # FSDP2 cuts like torch.chunk, so no rank has more rows.
     rows = -(-shape[0] // ranks)
+    add_codec_hooks(local, rows, *_checked_codec(chosen, (rows * ranks, *shape[1:])))
+
+
+def hook_shards(model: nn.Module, add_hooks: Callable[[Tensor, int], None]) -> None:
+    """Call ``add_hooks(shard, rows)`` for each parameter of a model that ``fully_shard`` sharded.
+
+    The shard is the object that FSDP2 asks for hooks, and ``rows`` are those of the rank that holds
+    most: every rank has to send as many.
+    """
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        add_hooks(parameter._local_tensor, -(-len(parameter) // parameter.device_mesh.size()))
+
+
+def add_codec_hooks(shard: Tensor, rows: int, encode: Encode, decode: Decode) -> None:
+    """Put FSDP2's two hooks onto a plain shard, of which every rank sends this many rows."""
 
     # With the signature (mesh) FSDP2 accepts tensors of any shape. With all five arguments it wants
     # the padded shape on a shorter last shard, which scales do not have.
     def pre_all_gather(mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        sent, names = extension.encode(pad_rows(local, rows)), extension.sends
-        if len(sent) != len(names):
-            wanted = f"{len(names)}: {', '.join(names)}"
-            raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
-        return tuple(tensor.contiguous() for tensor in sent), None
+        return tuple(tensor.contiguous() for tensor in encode(pad_rows(shard, rows))), None
 
     def post_all_gather(
         gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        whole = extension.decode(gathered, dtype)
-        _check_decoded(whole, (rows * ranks, *shape[1:]), dtype)
+        whole = decode(gathered, dtype)
         if out is None:
             # FSDP2 frees the gathered tensors itself. Naming them here as well would be wrong: it
             # computes the memory of named tensors from their number of elements.
@@ -110,7 +117,26 @@ def _make_hooks(
             refill(out, whole)
         return None
 
-    return pre_all_gather, post_all_gather
+    hooked: Any = shard
+    hooked.fsdp_pre_all_gather, hooked.fsdp_post_all_gather = pre_all_gather, post_all_gather
+
+
+def _checked_codec(extension: Extension, shape: tuple[int, ...]) -> tuple[Encode, Decode]:
+    """Return an extension's functions, which check their results; ``shape`` includes padding."""
+
+    def encode(shard: Tensor) -> tuple[Tensor, ...]:
+        sent, names = extension.encode(shard), extension.sends
+        if len(sent) != len(names):
+            wanted = f"{len(names)}: {', '.join(names)}"
+            raise ValueError(f"encode gave {len(sent)} tensors to send, not {wanted}")
+        return sent
+
+    def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        whole = extension.decode(gathered, dtype)
+        _check_decoded(whole, shape, dtype)
+        return whole
+
+    return encode, decode
 
 
 def _check_decoded(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -17,7 +17,6 @@ of a bucket in MiB, and ``way`` is ``eager``, ``compiled`` (forward and backward
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -91,6 +90,22 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
     return arrived_s
 
 
+def bucket_times(
+    buckets: Sequence[Sequence[int]],
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    alpha: float,
+    beta: float,
+) -> tuple[list[float], list[float]]:
+    """Return when each bucket is full, and how long it travels, in the unit of the arguments.
+
+    ``buckets`` hold positions in ``sizes``, the bytes of gradients, and in ``ready``.
+    """
+    full = [max(ready[place] for place in bucket) for bucket in buckets]
+    takes = [alpha + beta * sum(sizes[place] for place in bucket) for bucket in buckets]
+    return full, takes
+
+
 def bucket_ready_times(
     buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float
 ) -> list[float]:
@@ -100,15 +115,9 @@ def bucket_ready_times(
 
 
 def bucket_transfer_times(
-    ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool
+    ready_s: Sequence[float], takes_s: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Return when each bucket leaves and when it arrives, in the unit of the arguments.
-
-    Hidden transfers overlap with the backward pass, as with a network card. Otherwise the processor
-    that computes also transfers: the backward pass stops for each bucket, which delays later ones.
-    """
-    if not hidden:
-        ready_s = [ready + sum(takes_s[:index]) for index, ready in enumerate(ready_s)]
+    """Return when each bucket leaves and when it arrives, in the unit of the arguments."""
     arrived_s = arrivals(ready_s, takes_s)
     return [(arrived - takes, arrived) for arrived, takes in zip(arrived_s, takes_s, strict=True)]
 
@@ -126,20 +135,10 @@ def smallest_bucket_bytes(
 
 
 def backward_transfer_times(
-    dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
+    dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta
 ) -> list[tuple[float, float]]:
     """Return start and end of each all-reduce of DDP, in seconds; beta is per byte handed over."""
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
     ready_s = bucket_ready_times(buckets, layers, backward_s)
-    return bucket_transfer_times(ready_s, takes_s, hidden=hidden)
-
-
-def fit_from_message_counts(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
-    """Fit alpha and beta to the seconds of rounds that send ``total_bytes``, by message count."""
-    few, many = min(rounds_s), max(rounds_s)
-    # A mean would let one disturbed round decide.
-    few_s, many_s = (statistics.median(rounds_s[count]) for count in (few, many))
-    # The bytes are the same, so the extra time of the most messages is latency.
-    alpha_s = (many_s - few_s) / (many - few)
-    return AlphaBeta(alpha_s, (few_s - few * alpha_s) / total_bytes)
+    return bucket_transfer_times(ready_s, takes_s)

@@ -61,18 +61,19 @@ def tokens_to_hide(
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer with bias in an FSDP unit, and in a ``block`` that checkpointing repeats."""
+    """A linear layer in an FSDP unit, and in a ``block`` that checkpointing repeats."""
 
     inputs: int
     outputs: int
     unit: str
     block: str = ""
     relu: bool = True
+    bias: bool = True
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of weight and bias."""
-        return (self.outputs, self.inputs), (self.outputs,)
+        return ((self.outputs, self.inputs), (self.outputs,))[: 1 + self.bias]
 
     @property
     def elements(self) -> int:
@@ -329,21 +330,25 @@ class MemoryLedger:
 
     def _gather_unit(self, unit: str) -> None:
         if self.sharded and unit not in self.gathered:
-            self.change("all_gather", self.full[unit])
+            self.change("all_gather", self._sent_bytes(unit))
             self._unshard_unit(unit)
             self.change("all_gather", -self.buffer)
-            self.buffer = self.full[unit]
+            self.buffer = self._sent_bytes(unit)
 
     def _regather_unit(self, unit: str, ahead: str) -> None:
         # Backward prefetch: the next unit is gathered before this one computes.
         for needed in (unit, ahead) if self.sharded else ():
             if needed and needed not in self.gathered | self.ahead:
-                self.change("all_gather", self.full[needed])
+                self.change("all_gather", self._sent_bytes(needed))
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard_unit(unit)
-                self.change("all_gather", -self.full[unit])
+                self.change("all_gather", -self._sent_bytes(unit))
                 self.ahead.discard(unit)
+
+    def _sent_bytes(self, unit: str) -> int:
+        """Return the bytes of what is gathered of a unit."""
+        return self.full[unit]
 
     def _unshard_unit(self, unit: str) -> None:
         self.change("unsharded_parameter", self.full[unit])

@@ -182,6 +182,17 @@ def convnext_activation_bytes(
     return elements * element_bytes
 
 
+def checkpointed_bytes(stages: Sequence[ConvNeXtStage], batch: int, element_bytes: int = 4) -> int:
+    """Return the bytes of activations at the peak if every block is checkpointed, on one device.
+
+    They are the inputs of all blocks, and what the largest block keeps while it is computed again,
+    12 times its input.
+    """
+    inputs = [batch * each.channels * each.height * each.width for each in stages]
+    kept = sum(each.depth * size for each, size in zip(stages, inputs, strict=True))
+    return (kept + 12 * max(inputs)) * element_bytes
+
+
 def strip_step_s(
     plain_s: float,
     ranks: int,

@@ -22,6 +22,12 @@ from labkit.theory.collectives import AlphaBeta
 from labkit.theory.sizes import even_share
 
 LayerPairs = Sequence[tuple[int, int]]
+# The course's reference cluster; of the data sheet's arithmetic, a good program reaches 40 %.
+H100_FLOPS_PER_S, NVLINK_BYTES_PER_S, CARD_BYTES_PER_S = 400e12, 450e9, 50e9
+BFLOAT16_BYTES = 2
+BLOCK_SUMS = 2 + 5
+"""All-reduces along tp of a transformer block in a step: forward one for attention and one for the
+MLP; backward one for each of query, key, value, gate and up, as PyTorch's plan sums them apart."""
 
 
 def mlp_pairs(dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[tuple[int, int]]:
@@ -247,3 +253,53 @@ def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: 
         return inside
     cards = max(1, min(group, host // apart))
     return AlphaBeta(card.alpha_s, max(inside.beta_s_per_byte, card.beta_s_per_byte / cards))
+
+
+def cluster_links(
+    card_bytes_per_s: float, host: int, *, data: int, tp: int
+) -> dict[str, AlphaBeta]:
+    """Return the link of each axis on hosts of ``host`` H100s, each with a network card."""
+    speeds = card_bytes_per_s, NVLINK_BYTES_PER_S
+    card, inside = (AlphaBeta(0.0, 1 / speed) for speed in speeds)
+    # Ranks along tp are neighbours.
+    return {
+        "tp": host_link(card, inside, tp, 1, host),
+        "data": host_link(card, inside, data, tp, host),
+    }
+
+
+def cluster_steps(
+    pairs: LayerPairs,
+    tokens: int,
+    sizes: Sequence[int],
+    *,
+    ranks: int,
+    host: int,
+    card_bytes_per_s: float = CARD_BYTES_PER_S,
+) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
+    """Return bytes on the wire by axis, and seconds by part, of a bfloat16 step by size of ``tp``.
+
+    Args:
+        pairs: the network.
+        tokens: of all ranks in a step.
+        sizes: ranks along tp, of which each divides ``ranks``.
+        ranks: H100s.
+        host: H100s of a host; see ``cluster_links``.
+        card_bytes_per_s: bandwidth of each one's card; by default that of the course's cluster.
+    """
+    wires, seconds = {}, {}
+    for tp in sizes:
+        data, own = ranks // tp, tokens * tp // ranks
+        handed = step_collectives_by_axis(pairs, own, data=data, tp=tp)
+        sent = axis_wire_bytes(handed, data=data, tp=tp)
+        wires[tp] = {axis: size * BFLOAT16_BYTES / fsdp.FLOAT_BYTES for axis, size in sent.items()}
+        seconds[tp] = step_seconds(
+            pairs,
+            own,
+            data=data,
+            tp=tp,
+            flops_per_s=H100_FLOPS_PER_S,
+            links=cluster_links(card_bytes_per_s, host, data=data, tp=tp),
+            number_bytes=BFLOAT16_BYTES,
+        )
+    return wires, seconds

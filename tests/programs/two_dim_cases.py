@@ -34,6 +34,8 @@ EAGER: dict[str, dict[str, Any]] = {
     "fsdp alone": {"tp": 1},
     "own layers": {"layers": "yours"},
     "own layers, tp alone": {"layers": "yours", "tp": 4},
+    "transformer": {"network": "transformer", "dim": 16},
+    "transformer, tp alone": {"network": "transformer", "dim": 32, "tp": 4},
     "ddp_tp": {"plan": "ddp_tp"},
     "ddp_tp, a width that data does not divide": {"plan": "ddp_tp", "dim": 6},
     "chain, tp alone": {"plan": "ddp_tp", "tp": 4},
