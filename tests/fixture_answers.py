@@ -32,7 +32,7 @@ def answer_to(tmp_path):
     def made(head, body, imports=""):
         name = f"cell_{tmp_path.name}_{next(numbers)}"
         path = tmp_path / f"{name}.py"
-        path.write_text(f"{imports}{head}\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}\n")
+        path.write_text(f"{imports}{head}\n{textwrap.indent(textwrap.dedent(body).strip(chr(10)), '    ')}\n")
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

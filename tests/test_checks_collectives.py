@@ -74,7 +74,7 @@ def test_ranks_that_all_receive_first_are_stopped_and_told_why(answer_to):
     verdict = checks.shift(answer_to("def shift(mine, rank, ranks):", body, IMPORTS), timeout_s=5)
     assert verdict.state == "wrong"
     assert "the ranks waited for each other" in repr(verdict)
-    assert "does somebody send before all receive" in repr(verdict)
+    assert "does each rank start its send and its receive before it waits for either?" in repr(verdict)
 
 
 def test_the_reference_of_training_is_one_device_with_all_samples():

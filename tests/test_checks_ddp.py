@@ -6,47 +6,51 @@ The notebook's own answers and wrong ones are in tests/test_exercises.py.
 from pathlib import Path
 
 import pytest
-from answers.ddp import EXERCISES
+from answers import ddp, ddp_at_work
 from test_exercises import source_of
 
 from labkit import inductor
 from labkit.checks import ddp as checks
+from labkit.checks import ddp_at_work as at_work
 from labkit.theory import ddp as theory
+from labkit.theory import emulated_steps
 
 DATA = Path(__file__).parent / "data"
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 OTHER_WAYS = {
-    "copied back, divided before": (
-        checks.small_ddp,
-        "def small(model, bucket_bytes):",
+    "copied back": (
+        checks.average_buckets,
+        "def average(in_flight):",
         """
-buckets, held = [[]], 0
-for parameter in reversed(list(model.parameters())):
-    if held >= bucket_bytes:
-        buckets.append([])
-        held = 0
-    buckets[-1].append(parameter)
-    held += parameter.nbytes
-there, flights = set(), {}
+for _, _, handle in in_flight:
+    handle.wait()
+for bucket, row, _ in in_flight:
+    start = 0
+    for each in bucket:
+        each.grad.copy_(row[start : start + each.numel()].view_as(each) / dist.get_world_size())
+        start += each.numel()
+""",
+    ),
+    "a set of what is there": (
+        checks.send_full_buckets,
+        "def send(buckets, finish):",
+        """
+there, flights = set(), []
 
 def arrived(parameter):
     there.add(parameter)
-    for index, bucket in enumerate(buckets):
-        if index not in flights and there.issuperset(bucket):
-            flat = nn.utils.parameters_to_vector([each.grad / dist.get_world_size() for each in bucket])
-            flights[index] = flat, dist.all_reduce(flat, async_op=True)
+    for bucket in buckets:
+        if parameter in set(bucket) and there.issuperset(bucket):
+            flat = nn.utils.parameters_to_vector([each.grad for each in bucket])
+            flights.append([list(bucket), flat, dist.all_reduce(flat, async_op=True)])
     if len(flights) == len(buckets):
-        for index, (flat, handle) in flights.items():
-            handle.wait()
-            start = 0
-            for each in buckets[index]:
-                each.grad.copy_(flat[start : start + each.numel()].view_as(each))
-                start += each.numel()
+        finish(list(flights))
         there.clear()
         flights.clear()
 
-for parameter in model.parameters():
-    parameter.register_post_accumulate_grad_hook(arrived)
+for bucket in buckets:
+    for parameter in bucket:
+        parameter.register_post_accumulate_grad_hook(arrived)
 """,
     ),
     "the last micro-batch first, and a sum divided at the end": (
@@ -61,7 +65,7 @@ for parameter in model.parameters():
 """,
     ),
     "divided after, copied into the bucket": (
-        checks.half_hook,
+        at_work.half_hook,
         "def hook(state, bucket):",
         """
 half = bucket.buffer().bfloat16()
@@ -117,16 +121,16 @@ MORE_IMPORTS = f"import threading\nfrom torch.utils._python_dispatch import _dis
 @pytest.mark.parametrize("way", HIDDEN)
 def test_a_message_out_of_sight_is_counted(way, answer_to):
     hook = answer_to("def hook(state, bucket):", HOOK.format(hidden=HIDDEN[way]), MORE_IMPORTS)
-    verdict = checks.half_hook(hook)
+    verdict = at_work.half_hook(hook)
     said = "on rank 0, the gradients are right, but the rank sends 1 broadcast call with 400 bytes besides"
     assert (verdict.detail, verdict.expected) == (said, "1 all_reduce call with 346 bytes")
 
 
 def test_on_launched_ranks_a_right_hook_passes_and_one_for_two_ranks_does_not(answer_to):
     head, body = "def hook(state, bucket):", HOOK.format(hidden="")
-    verdict = checks.half_hook(answer_to(head, body, IMPORTS))
+    verdict = at_work.half_hook(answer_to(head, body, IMPORTS))
     assert verdict.ok, verdict
-    verdict = checks.half_hook(answer_to(head, body.replace("dist.get_world_size()", "2"), IMPORTS))
+    verdict = at_work.half_hook(answer_to(head, body.replace("dist.get_world_size()", "2"), IMPORTS))
     said = "right on 2 ranks, but with 3 ranks: on rank 0, the gradient of parameter 0 is the sum, divided by 2"
     assert (verdict.detail, verdict.hint) == (said, "Divide by dist.get_world_size().")
 
@@ -136,7 +140,7 @@ def solved(answer_to):
     """The notebook's own answer to an exercise."""
 
     def made(function):
-        (exercise,) = (each for each in EXERCISES if each.function == function)
+        (exercise,) = (each for each in [*ddp.EXERCISES, *ddp_at_work.EXERCISES] if each.function == function)
         imports, text = source_of(exercise)
         head, solution = text.split("### BEGIN SOLUTION")
         return answer_to(head.rstrip(), f"    ### BEGIN SOLUTION{solution}", imports)
@@ -145,7 +149,7 @@ def solved(answer_to):
 
 
 @pytest.mark.parametrize("program", ["ddp_coalesced", "ddp_concat", "ddp_coalesced_again", "ddp_concat_again"])
-def test_the_reader_of_exercise_9_finds_each_missing_wait_in_programs_of_the_compiler(program, solved):
+def test_the_reader_of_early_uses_finds_each_missing_wait_in_programs_of_the_compiler(program, solved):
     early_uses, code = solved("early_uses"), (DATA / f"{program}.py.txt").read_text()
     lines = inductor.parse_lines(code)
     waits = [line for line in lines if line.kind == "wait"]
@@ -156,12 +160,72 @@ def test_the_reader_of_exercise_9_finds_each_missing_wait_in_programs_of_the_com
         assert inductor.missing_waits(code.replace(wait.text, "pass")), wait
 
 
-@pytest.mark.parametrize("bucket_mb", [1, 5, 25, 100])
+@pytest.mark.parametrize("bucket_mb", [1, 5, 100])
 @pytest.mark.parametrize("dim", [64, 1000, 2000])
-def test_the_plans_of_exercise_2_are_those_of_the_compiled_chain_and_of_ddps(dim, bucket_mb, solved):
-    plan = solved("bucket_plan")
-    for way, first_mb in (("compiled", 1), ("eager", 1 if bucket_mb == 25 else bucket_mb)):
-        gradients = theory.chain_gradients(dim, way)
-        planned = plan([size for _, size in gradients], bucket_mb, first_mb)
-        buckets = theory.chain_buckets(dim, bucket_mb, way=way)
-        assert [[gradients[place][0] for place in bucket] for bucket in planned] == list(map(list, buckets))
+def test_the_plans_of_exercise_1_are_ddps(dim, bucket_mb, solved):
+    gradients = theory.chain_gradients(dim)
+    planned = solved("bucket_plan")([size for _, size in gradients], bucket_mb * 2**20)
+    buckets = theory.chain_buckets(dim, bucket_mb)
+    assert [[gradients[place][0] for place in bucket] for bucket in planned] == list(map(list, buckets))
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0001, 0.1, 100])
+def test_the_formula_of_lab_4_is_the_emulated_steps_theory(bucket_mb, solved):
+    chain, backward_ms = {"dim": 128, "layers": 24}, 240
+    sizes = [size for _, size in theory.chain_gradients(**chain)]
+    ready = [backward_ms / 24 * (place // 2 + 1) for place in range(48)]
+    plan, times, arrivals = map(solved, ("bucket_plan", "bucket_times", "arrivals"))
+    end_ms = arrivals(*times(plan(sizes, bucket_mb * 2**20), sizes, ready, 15, 120 / sum(sizes)))[-1]
+    hardware = emulated_steps.ddp_hardware(3, alpha_ms=15, bytes_ms=120, backward_ms=backward_ms, **chain)
+    step_s = emulated_steps.ddp_step_s(hardware, 3, bucket_mb=bucket_mb, **chain)
+    assert end_ms == pytest.approx(1e3 * step_s)
+
+
+HALF = "half = bucket.buffer().bfloat16() / dist.get_world_size()\n"
+ASKED = f"{HALF}handle = dist.all_reduce(half, async_op=True)\n"
+READY = "future = torch.futures.Future()\nfuture.set_result(half.float())\nreturn future"
+WAITS = "on rank 0, the gradients are right, but the hook waits for its all-reduce before it returns"
+SLIPS = {
+    "blocks": (f"{HALF}dist.all_reduce(half)\n{READY}", WAITS),
+    "waits for the handle": (f"{ASKED}handle.wait()\n{READY}", WAITS),
+    "waits for the future": (f"{ASKED}handle.get_future().wait()\n{READY}", WAITS),
+    "the handle's future": (f"{ASKED}return handle.get_future()", "the future holds a list of 1 tensor"),
+    "float of the list": (
+        f"{ASKED}return handle.get_future().then(lambda future: future.value().float())",
+        "the function in .then(…) raised AttributeError: 'list' object has no attribute 'float'",
+    ),
+    "nothing comes of it": (
+        f"{ASKED}return handle.get_future().then(lambda future: None)",
+        "the future holds NoneType, not a tensor",
+    ),
+}
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_of_a_hook_is_named_in_one_line(name, answer_to):
+    body, said = SLIPS[name]
+    verdict = at_work.half_hook(answer_to("def hook(state, bucket):", body, IMPORTS))
+    assert verdict.detail.startswith(said), verdict
+    assert len(verdict.detail) < 160
+
+
+def test_a_bucket_without_room_for_latencies_is_infinite():
+    def divides(total_bytes, backward_s, alpha_s, beta_s_per_byte):
+        room = backward_s - total_bytes * beta_s_per_byte
+        return float("inf") if room < 0 else total_bytes * alpha_s / room
+
+    assert "ZeroDivisionError" in at_work.smallest_bucket(divides).detail
+
+
+def test_a_buffer_that_never_lands_is_told_about_its_wait():
+    def never_lands(lines):
+        in_flight, found = set(), []
+        for line in lines:
+            if line.kind != "wait" and in_flight & set(line.buffers):
+                found.append(line.number)
+            if line.kind == "collective":
+                in_flight |= set(line.buffers)
+        return found
+
+    assert "after its wait" in at_work.early_uses(never_lands).hint

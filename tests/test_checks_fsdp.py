@@ -8,27 +8,24 @@ from fixture_long import long_but
 
 import labkit
 from labkit.checks import fsdp as checks
-from labkit.checks.fsdp import IDENTITY_HINT, tying_cases
+from labkit.checks import fsdp_at_work as at_work
+from labkit.checks.fsdp_at_work import IDENTITY_HINT, tying_cases
 from labkit.parallel.units import modules_sharing_weights
 from labkit.theory import fsdp as theory
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 HEADS = {
-    "zero_bytes": "def rank_bytes(parameters: int, ranks: int, stage: int) -> float:",
-    "all_gathers": "def gathers(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:",
+    "fewest_ranks": "def ranks(parameters: int, largest_unit: int, memory_bytes: int) -> int:",
     "memory_plan": "def plan() -> dict:",
     "missing_block": "def forgotten() -> int:",
     "tied_unit": "def unit_of(model: nn.Module, block: nn.Module) -> list[nn.Module]:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
 }
 SOLUTIONS = {
-    "zero_bytes": """
-        parameter = 4 * parameters / (ranks if stage == 3 else 1)
-        gradient = 4 * parameters / (ranks if stage >= 2 else 1)
-        optimizer = 8 * parameters / (ranks if stage >= 1 else 1)
-        return parameter + gradient + optimizer
+    "fewest_ranks": """
+        left = memory_bytes - 8 * largest_unit
+        return -(-16 * parameters // left) if left > 0 else 0
     """,
-    "all_gathers": "return 2 * units - root_has_parameters if reshard_after_forward else units",
     "tied_unit": """
         own = {id(parameter) for parameter in block.parameters()}
         inside = set(block.modules())
@@ -40,7 +37,7 @@ SOLUTIONS = {
     """,
 }
 SMALL = {"model": "mlp_stack", "dim": 128, "batch": 64, "steps": 1}
-PLAN = "return {'wrap': 'block', 'checkpointing': True}"
+PLAN = "return {'wrap': 'block', 'checkpointing': True, 'peak_mb': 1}"
 
 
 @pytest.fixture
@@ -63,7 +60,8 @@ def forgetful():
 
 def judge(check, given, result=None):
     arguments = {"memory_plan": (1, 1), "missing_block": (result,)}
-    return getattr(checks, check)(given, *arguments.get(check, ()))
+    module = checks if hasattr(checks, check) else at_work
+    return getattr(module, check)(given, *arguments.get(check, ()))
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -86,21 +84,14 @@ def changed(check, old, new):
 
 
 WRONG_ANSWERS = {
-    "zero_bytes": [
-        ("return 16 * parameters", "ranks=4, stage=1) gave 16,000, expected 10,000. Stage 1 shards what Adam keeps"),
-        ("return 4 * parameters", "stage=0) gave 4,000, expected 16,000. Stage 0 shards nothing"),
-        ("return 16 * parameters / ranks", "ranks=4, stage=0) gave 4,000.0, expected 16,000."),
-        (changed("zero_bytes", "stage >= 1", "stage >= 2"), "stage=1) gave 16,000.0, expected 10,000. Stage 1"),
-        (changed("zero_bytes", "stage >= 2", "stage == 3"), "stage=2) gave 10,000.0, expected 7,000. Stage 2"),
-        (changed("zero_bytes", "stage == 3", "False"), "stage=3) gave 7,000.0, expected 4,000. Stage 3"),
-        (changed("zero_bytes", "8 *", "4 *"), "stage=0) gave 12,000.0, expected 16,000."),
-        ("total = 16 * parameters", "gave None, not a number"),
-    ],
-    "all_gathers": [
-        ("return units", "reshard_after_forward=True, root_has_parameters=False) gave 3, expected 6. What is freed"),
-        ("return 2 * units", "reshard_after_forward=False, root_has_parameters=False) gave 6, expected 3. Without"),
-        ("return 2 * units if reshard_after_forward else units", "gave 8, expected 7. The root is not freed"),
-        ("return 2 * units - 1 if reshard_after_forward else units", "gave 5, expected 6. What is freed"),
+    "fewest_ranks": [
+        ("return 2", "memory_bytes=16800) gave 2, expected 1. More ranks make the shares smaller"),
+        (changed("fewest_ranks", " - 8 * largest_unit", ""), "memory_bytes=5600) gave 3, expected 5. At the peak"),
+        (changed("fewest_ranks", "8 *", "4 *"), "memory_bytes=5600) gave 4, expected 5. At the peak"),
+        (changed("fewest_ranks", "-(-16 * parameters // left)", "16 * parameters // left"),
+         "memory_bytes=9000) gave 2, expected 3. A part of a rank"),
+        (changed("fewest_ranks", " if left > 0 else 0", ""), "gave -16, expected 0. More ranks do not make"),
+        ("total = 16 * parameters", "gave None, not a"),
     ],
     "tied_unit": [
         ("return [block]", "'embedding'), where the output layer has the embedding's weight, left out 'output'. Look"),
@@ -136,6 +127,9 @@ WRONG_ANSWERS = {
         ("return {'wrap': 'leaf'}", "wrap = 'leaf' is none of 'none', 'root', 'block', 'layer'"),
         ("return {'checkpointing': 1}", "checkpointing = 1 is none of False, True"),
         ("return {'wrap': ['block']}", "wrap = ['block'] is none of"),
+        ("return {'wrap': 'root'}", "the plan has no peak_mb: predict its peak before it is run"),
+        ("return {'peak_mb': -1}", "peak_mb = -1 is not the MB of a peak"),
+        ("return {'peak_mb': True}", "peak_mb = True is not the MB of a peak"),
         ("return {'wrap': root}", "plan() raised NameError: name 'root' is not defined"),
     ],
 }  # fmt: skip
@@ -151,30 +145,28 @@ def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, 
     assert reason in repr(verdict)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("wrap", ["root", "block", "layer"])
-@pytest.mark.parametrize("layers", [theory.toy_layers, theory.mlp_stack_layers])
-def test_all_gathers_of_the_exercise_are_those_of_the_theory(layers, wrap, reshard, answer):
-    row = layers(wrap, *([32, 16] if layers is theory.toy_layers else [16]))
-    units = {layer.unit for layer in row}
-    counted = theory.step_collectives(row, 2, reshard_after_forward=reshard)["all_gather_count"]
-    assert answer("all_gathers", SOLUTIONS["all_gathers"])(len(units), reshard, "root" in units) == counted
-
-
 def test_tied_cases_expect_what_the_wrapping_does():
     for case in tying_cases():
         assert case.together == {case.block, *modules_sharing_weights(case.model, case.block)}
 
 
 def test_a_plan_is_launched_and_passes_within_its_limits(answer):
+    layers = theory.mlp_stack_layers("block", 128)
+    peak_mb = theory.fsdp_step_peak(layers, 512, 2, checkpointing=True)["total"] / 1e6
+    given = answer("memory_plan", PLAN.replace("'peak_mb': 1", f"'peak_mb': {peak_mb}"))
+    verdict = checks.memory_plan(given, 7_500_000, 6, **SMALL)
+    assert repr(verdict) == (
+        "passed: below the bound, with 6 all-gathers a step, and 6 are allowed, and your peak_mb is within 10 % of the "
+        f"measured {peak_mb:.1f} MB"
+    )
     verdict = checks.memory_plan(answer("memory_plan", PLAN), 7_500_000, 6, **SMALL)
-    assert repr(verdict) == "passed: below the bound, with 6 all-gathers a step, and 6 are allowed"
+    assert "the plan keeps both limits, but peak_mb = 1 is 8" in repr(verdict)
 
 
 def test_a_plan_over_its_limits_is_told_by_how_much(answer, planned, monkeypatch):
     asked = []
     monkeypatch.setattr(labkit, "run", lambda *program, **parameters: asked.append((program, parameters)) or planned)
-    given = answer("memory_plan", "return {'checkpointing': False, 'reshard_after_forward': True}")
+    given = answer("memory_plan", "return {'checkpointing': False, 'reshard_after_forward': True, 'peak_mb': 1}")
     peak = planned.value("peak_total_bytes")
     said = [
         repr(checks.memory_plan(given, bound, gathers, **SMALL))
@@ -225,7 +217,7 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
     ],
 )  # fmt: skip
 def test_the_forgotten_block_is_that_of_the_run(body, expected, answer, forgetful):
-    assert repr(checks.missing_block(answer("missing_block", body), forgetful)).startswith(expected)
+    assert repr(at_work.missing_block(answer("missing_block", body), forgetful)).startswith(expected)
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
@@ -240,11 +232,11 @@ def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
 
 def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
     with pytest.raises(ValueError, match=r"skip = \(\): this check takes a run that forgot one block"):
-        checks.missing_block(answer("missing_block", "return 1"), planned)
+        at_work.missing_block(answer("missing_block", "return 1"), planned)
 
 
 def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
-    whole, partial = checks.every_block_wrapped(planned, 3), checks.every_block_wrapped(forgetful, 9)
+    whole, partial = at_work.every_block_wrapped(planned, 3), at_work.every_block_wrapped(forgetful, 9)
     assert repr(whole) == (
         "passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block"
     )
@@ -252,11 +244,11 @@ def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forget
         "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. "
         "One block stayed with the root."
     )
-    assert checks.every_block_wrapped(planned, 5).hint == "2 blocks stayed with the root."
-    assert checks.every_block_wrapped(planned, 2).hint == "More than the blocks was wrapped."
+    assert at_work.every_block_wrapped(planned, 5).hint == "2 blocks stayed with the root."
+    assert at_work.every_block_wrapped(planned, 2).hint == "More than the blocks was wrapped."
     keeping = dataclasses.replace(planned, info={"params": planned.params | {"reshard_after_forward": False}})
     with pytest.raises(ValueError, match="reshard_after_forward = False gathers every unit once"):
-        checks.every_block_wrapped(keeping, 3)
+        at_work.every_block_wrapped(keeping, 3)
 
 
 OWN = "expected this rank's own, divided by the ranks"
@@ -431,13 +423,13 @@ UNEQUAL = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
     body, expected = ANSWERS[name]
-    verdict = checks.expert_gradients(answer("expert_gradients", body))
+    verdict = at_work.expert_gradients(answer("expert_gradients", body))
     assert verdict.state == ("passed" if expected == "passed" else "wrong")
     assert expected in repr(verdict)
 
 
 def test_the_right_answer_passes_on_ranks(answer):
-    verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
+    verdict = at_work.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
     assert (
         repr(verdict)
         == "passed: as asked on 2 and 3 ranks: shared gradients are the mean, the experts' their own, divided"
@@ -447,13 +439,13 @@ def test_the_right_answer_passes_on_ranks(answer):
 def test_who_divides_by_two_is_right_on_two_ranks_alone(answer):
     body = ANSWERS["right"][0].replace("/= ranks", "/= 2")
     said = "the shared gradient of net.0.weight is the sum over the ranks, divided by 2"
-    verdict = checks.expert_gradients(answer("expert_gradients", body))
+    verdict = at_work.expert_gradients(answer("expert_gradients", body))
     assert repr(verdict).startswith(f"wrong: right on 2 ranks, but with 3 ranks: on rank 0, {said}")
 
 
 @pytest.mark.parametrize("name", long_but(["first_missing", "one_more"], UNEQUAL))
 def test_ranks_that_do_not_call_the_same_all_reduces_are_stopped_with_a_hint(name, answer):
     body, reason = UNEQUAL[name]
-    verdict = checks.expert_gradients(answer("expert_gradients", body))
+    verdict = at_work.expert_gradients(answer("expert_gradients", body))
     assert verdict.state == "wrong"
     assert reason in repr(verdict)

@@ -16,7 +16,22 @@ import torch
 from IPython.core.autocall import ExitAutocall
 from matplotlib.colors import to_rgb
 
-from labkit.checks import collectives, ddp, extensions, failures, fsdp, judge, spatial, two_dim
+from labkit.checks import (
+    collectives,
+    collectives_at_work,
+    ddp,
+    ddp_at_work,
+    extensions,
+    extensions_at_work,
+    failures,
+    fsdp,
+    fsdp_at_work,
+    judge,
+    spatial,
+    spatial_at_work,
+    two_dim,
+    two_dim_at_work,
+)
 from labkit.runs.result import RunResult
 from labkit_cluster import checks as hosts
 from labkit_simulate import checks as simulation
@@ -24,40 +39,31 @@ from labkit_simulate import checks as simulation
 IMPORTS = "import sys\nimport torch\n\n\n"
 COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]
 IN_THE_NOTEBOOK = [
-    (collectives.after_reduce_scatter, ()),
-    (collectives.ring_bytes, ()),
-    (collectives.fitted, ()),
-    (collectives.tokens_that_pay, ()),
-    (spatial.local_columns, ()),
+    (collectives.step_seconds, ()),
+    (collectives_at_work.fitted, ()),
+    (collectives_at_work.balancing_tokens, ()),
+    (spatial_at_work.local_columns, ()),
     (spatial.halo_bytes, ()),
-    (spatial.activation_bytes, ()),
-    (fsdp.zero_bytes, ()),
-    (fsdp.all_gathers, ()),
+    (spatial_at_work.activation_bytes, ()),
+    (fsdp.fewest_ranks, ()),
     (fsdp.memory_plan, (1, 1)),
-    (fsdp.missing_block, "forgetful"),
-    (fsdp.tied_unit, ()),
-    (fsdp.wire_bytes, ()),
-    (fsdp.peak_bytes, ()),
-    (fsdp.gradients_agree, ()),
-    (fsdp.tokens_to_hide, ()),
-    (extensions.gather_bytes, ()),
-    (extensions.new_two, ()),
-    (extensions.dispatch, ()),
-    (extensions.pre_all_gather, ()),
-    (extensions.rms_error, ()),
+    (fsdp_at_work.missing_block, "forgetful"),
+    (fsdp_at_work.tied_unit, ()),
+    (fsdp_at_work.peak_bytes, ()),
+    (fsdp_at_work.gradients_agree, ()),
+    (extensions_at_work.new_two, ()),
+    (extensions_at_work.dispatch, ()),
+    (extensions_at_work.pre_all_gather, ()),
     (extensions.held_bytes, ()),
     (extensions.pays_below, ()),
-    (ddp.fitted, ()),
     (ddp.bucket_plan, ()),
-    (ddp.bounded_buckets, ()),
     (ddp.arrivals, ()),
-    (ddp.handed_bytes, ()),
-    (ddp.early_uses, ()),
-    (ddp.smallest_bucket, ()),
+    (ddp.bucket_times, ()),
+    (ddp_at_work.early_uses, ()),
+    (ddp_at_work.smallest_bucket, ()),
     (two_dim.parts, ()),
-    (two_dim.tp_bytes, ()),
-    (two_dim.collectives, "counted"),
     (two_dim.message_share, ()),
+    (two_dim_at_work.collectives, "counted"),
     (failures.culprit, ()),
     (failures.where_they_part, ()),
     (failures.deal, ()),
@@ -156,7 +162,7 @@ def test_whatever_an_answer_gives_there_is_a_verdict(check, more, judge_check):
 
 def test_what_cannot_be_compared_is_shown_with_the_call_and_the_error():
     said = "wrong: <lambda> gave {'images': [1]}, which cannot be compared: OSError: unreadable"
-    assert repr(spatial.placements(lambda: {"images": UnreadableList([1])})) == said
+    assert repr(spatial_at_work.placements(lambda: {"images": UnreadableList([1])})) == said
 
 
 def test_a_full_disk_is_no_wrong_answer():
@@ -174,7 +180,7 @@ def test_an_interrupt_is_the_learners_own():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        spatial.local_columns(interrupted)
+        spatial_at_work.local_columns(interrupted)
 
 
 def test_a_result_judged_in_the_notebook_is_not_judged_by_what_the_answer_replaced(answer_to, monkeypatch):
@@ -233,7 +239,7 @@ async def later(width, ranks, stage):
     ],
 )
 def test_an_answer_may_be_any_function(answer, verdict):
-    assert repr(spatial.local_columns(answer)).startswith(verdict)
+    assert repr(spatial_at_work.local_columns(answer)).startswith(verdict)
 
 
 @pytest.mark.parametrize("body", ["...", "pass", "'''Not yet.'''", "'''Not yet.'''\n...", "return None", "1"])
@@ -307,7 +313,7 @@ def test_exit_of_a_notebook_is_wrong_and_its_kernel_goes_on(monkeypatch):
     shell = SimpleNamespace(ask_exit=lambda: asked.append("stop"))
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     leave = ExitAutocall(shell)
-    verdict = spatial.local_columns(lambda width, ranks, stage: leave())
+    verdict = spatial_at_work.local_columns(lambda width, ranks, stage: leave())
     assert repr(verdict) == "wrong: <lambda>(width=256, ranks=1, stage=0) raised SystemExit"
     assert not asked
     leave()  # the learner's own, outside of a check

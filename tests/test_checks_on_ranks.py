@@ -12,7 +12,16 @@ import pytest
 import torch
 
 import labkit
-from labkit.checks import collectives, extensions, fsdp, on_ranks, spatial, two_dim
+from labkit.checks import (
+    collectives,
+    extensions,
+    extensions_at_work,
+    fsdp_at_work,
+    on_ranks,
+    spatial,
+    two_dim,
+    two_dim_at_work,
+)
 from labkit.checks.ranks import answer_program
 from labkit.errors import LabError
 
@@ -20,18 +29,8 @@ IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import d
 ON_RANKS = {
     "halo_exchange": (spatial.halo_exchange, "strip, halo, rank, ranks", "strip.new_zeros(2, 3, 5, 14)"),
     "halo_gradient": (spatial.halo_gradient, "grad, halo, rank, ranks", "grad.new_zeros(2, 3, 5, 8)"),
-    "expert_gradients": (fsdp.expert_gradients, "model, experts, ranks", "None"),
-    "post_all_gather": (extensions.post_all_gather, "self, given, metadata, dtype, *, out=None", None),
-    "mended": (
-        extensions.mended,
-        "given, metadata, dtype, *, out=None",
-        "((whole := given[0].to(dtype)), (whole,)) if out is None else out.data.copy_(given[0][: len(out)])",
-    ),
-    "bf16_gather": (
-        extensions.bf16_gather,
-        "given, dtype=None",
-        "(given * 2,) if dtype is None else given[0].to(dtype)",
-    ),
+    "expert_gradients": (fsdp_at_work.expert_gradients, "model, experts, ranks", "None"),
+    "post_all_gather": (extensions_at_work.post_all_gather, "self, given, metadata, dtype, *, out=None", None),
     "eight_bit_gather": (
         extensions.eight_bit_gather,
         "given, dtype=None",
@@ -39,7 +38,7 @@ ON_RANKS = {
     ),
     "block_plan": (two_dim.block_plan, "", "{}"),
     "row_parallel": (two_dim.row_parallel, "layer, group", "layer"),
-    "stack_plan": (two_dim.stack_plan, "", "{}"),
+    "stack_plan": (two_dim_at_work.stack_plan, "", "{}"),
 }
 """Checks on ranks: the parameters of their exercise, and a wrong answer that runs; None where there is none."""
 
@@ -136,14 +135,14 @@ def cells():
 
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_an_answer_uses_helpers_and_imports_of_other_cells(cells):
-    assert fsdp.expert_gradients(cells["average"]).ok
+    assert fsdp_at_work.expert_gradients(cells["average"]).ok
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_an_answer_may_be_a_lambda_or_a_partial_on_ranks_too(cells):
     average = cells["average"]
-    assert fsdp.expert_gradients(lambda model, experts, ranks: average(model, experts, ranks)).ok
-    assert fsdp.expert_gradients(functools.partial(average)).ok
+    assert fsdp_at_work.expert_gradients(lambda model, experts, ranks: average(model, experts, ranks)).ok
+    assert fsdp_at_work.expert_gradients(functools.partial(average)).ok
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
@@ -153,7 +152,7 @@ def test_an_answer_of_a_module_that_a_rank_cannot_import_travels_whole(tmp_path,
     import only_here
 
     (tmp_path / "only_here.py").unlink()
-    assert fsdp.expert_gradients(only_here.average).ok
+    assert fsdp_at_work.expert_gradients(only_here.average).ok
     assert "only_here" not in cloudpickle.list_registry_pickle_by_value()
 
 
@@ -165,7 +164,7 @@ def test_an_answer_uses_a_module_beside_the_notebook(tmp_path, monkeypatch, cell
 
     cells["beside"] = beside
     exec("def average(model, experts, ranks):\n    beside.average(model, experts, ranks)", cells)
-    assert fsdp.expert_gradients(cells["average"]).ok
+    assert fsdp_at_work.expert_gradients(cells["average"]).ok
 
 
 LOCK = exit = threading.Lock()  # IPython's exit cannot travel either
@@ -324,7 +323,10 @@ def test_ranks_that_wait_for_each_other_are_told_the_line(answer_to):
     body = "dist.send(mine, (rank + 1) % ranks)\ndist.recv(mine, (rank - 1) % ranks)\nreturn mine"
     answer = answer_to("def shift(mine, rank, ranks):", body, IMPORTS)
     seen = collectives.shift(answer, timeout_s=5).detail
-    assert re.search(r"rank \d in line 2 of shift, `dist.send\(mine, \(rank \+ 1\) % ranks\)`: does every", seen)
+    assert re.search(
+        r"rank \d in line 2 of shift, `dist.send\(mine, \(rank \+ 1\) % ranks\)`: does each rank start its send",
+        seen,
+    )
 
 
 @pytest.mark.parametrize("room", [0, 100_000])

@@ -7,9 +7,11 @@ import sys
 import nbformat
 import pytest
 import torch
-from answers.spatial import EXERCISES, HOME, OUT, PADDED, with_earlier_answers
+from answers import spatial, spatial_at_work
+from answers.spatial import HOME, OUT, PADDED, with_earlier_answers
 
 from labkit.checks import spatial as checks
+from labkit.checks import spatial_at_work as checks_at_work
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
 
@@ -22,6 +24,7 @@ HEADS = {
     "placements": "def placements():",
     "strip_step_s": "def strip_step_s(plain_s, ranks, messages, message_bytes, alpha_s, beta_s_per_byte):",
     "sends_nothing": "def sends_nothing(strip, halo, rank, ranks):",
+    "reduce_gradients": "def reduce_gradients(cut, head):",
 }
 
 
@@ -30,14 +33,16 @@ def judge(answer_to):
     """The verdict on a function from the text of its body."""
 
     def judged(check, body, **more):
-        return getattr(checks, check)(answer_to(HEADS[check], body, IMPORTS), **more)
+        module = checks if hasattr(checks, check) else checks_at_work
+        return getattr(module, check)(answer_to(HEADS[check], body, IMPORTS), **more)
 
     return judged
 
 
-def test_every_check_has_an_exercise():
-    of_this_module = {name for name, each in vars(checks).items() if hasattr(each, "__wrapped__")}
-    assert len(EXERCISES) == len(of_this_module)
+@pytest.mark.parametrize(("module", "answers"), [(checks, spatial), (checks_at_work, spatial_at_work)])
+def test_every_check_has_an_exercise(module, answers):
+    of_this_module = {name for name, each in vars(module).items() if hasattr(each, "__wrapped__")}
+    assert len(answers.EXERCISES) == len(of_this_module)
 
 
 def test_the_solution_passes_on_ranks_of_its_own(judge):
@@ -229,7 +234,7 @@ def test_an_error_of_the_answer_is_shown_with_its_rank(judge):
 
 
 @pytest.mark.long  # four processes that import torch; test_scripts.py runs it on two
-def test_the_script_of_the_lab_trains_on_four_ranks_as_on_the_two_of_the_notebook(tmp_path):
+def test_the_script_of_the_lab_gives_on_four_ranks_the_loss_of_the_notebooks_two(tmp_path):
     (lab,) = find_labs(FOLDER, ("01_spatial_sharding",))
     cells = nbformat.read(lab.solved, as_version=4).cells
     (cell,) = (cell for cell in cells if "script" in cell.metadata.get("tags", []))

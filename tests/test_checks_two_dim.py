@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
 
 import labkit
 from labkit.checks import two_dim as checks
+from labkit.checks import two_dim_at_work as at_work
 from labkit.parallel import small_tensor_parallel as ours
 
 IMPORTS = (
@@ -36,11 +38,11 @@ def measured():
 
 def test_what_a_run_counted_is_the_truth(measured):
     right = {"tp/all_reduce": 5, "data/all_gather": 6, "data/reduce_scatter": 3}
-    assert checks.collectives(lambda: right, measured).ok
-    assert checks.collectives(lambda: right | {"tp/all_gather": 0}, measured).ok, "none is none"
+    assert at_work.collectives(lambda: right, measured).ok
+    assert at_work.collectives(lambda: right | {"tp/all_gather": 0}, measured).ok, "none is none"
     for said in (14, [right], None):
-        assert checks.collectives(lambda said=said: said, measured).state in ("wrong", "not attempted")
-    verdict = checks.collectives(lambda: right | {"tp/reduce_scatter": 3}, measured)
+        assert at_work.collectives(lambda said=said: said, measured).state in ("wrong", "not attempted")
+    verdict = at_work.collectives(lambda: right | {"tp/reduce_scatter": 3}, measured)
     assert verdict.detail == "tp/reduce_scatter: you say 3" and verdict.expected == "0, which the ranks counted"
     assert "Along tp activations are added up" in verdict.hint
 
@@ -48,14 +50,10 @@ def test_what_a_run_counted_is_the_truth(measured):
 def test_a_run_that_counted_nothing_by_axis_is_refused(measured):
     alone = dataclasses.replace(measured, lines=[line for line in measured.lines if not line.get("axis")])
     with pytest.raises(ValueError, match="this run counted no collective along an axis"):
-        checks.collectives(lambda: {"tp/all_reduce": 5}, alone)
+        at_work.collectives(lambda: {"tp/all_reduce": 5}, alone)
 
 
 OTHER_RIGHT = {
-    "the table by features": (
-        "words_plan",
-        '{"embed": ColwiseParallel(output_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}',
-    ),
     "the last layer by rows": (
         "words_plan",
         '{"embed": RowwiseParallel(input_layouts=Replicate()), "head": RowwiseParallel(input_layouts=Replicate())}',
@@ -67,7 +65,7 @@ OTHER_RIGHT = {
 @pytest.mark.parametrize("name", OTHER_RIGHT)
 def test_another_right_plan_passes(name, plan):
     check, text = OTHER_RIGHT[name]
-    assert getattr(checks, check)(plan(check, text)).ok
+    assert getattr(at_work, check)(plan(check, text)).ok
 
 
 WRONG_PLANS = {
@@ -90,33 +88,47 @@ def test_a_wrong_plan_is_told_what_it_does(name, plan):
 
 
 def test_right_answers_pass_on_launched_ranks(plan):
-    said = "equal to one device on 2 x 2 and 1 x 3 ranks, every matrix shared out, four all-reduces along tp"
+    said = "equal to one device on 2 x 2 and 1 x 3 ranks, every matrix shared out"
     assert repr(checks.block_plan(plan("block_plan", BLOCK))) == f"passed: {said}"
     assert checks.row_parallel(ours.RowParallel).ok
 
 
-@pytest.mark.parametrize("check", ["copy_to_ranks", "sum_over_ranks"])
-@pytest.mark.parametrize("answer", [None, 3, print, ours.copy_to_ranks, ours.ColumnParallel])
-def test_what_is_no_autograd_function_is_told_so(check, answer, nothing_starts):
-    assert "is no torch.autograd.Function" in repr(getattr(checks, check)(answer))
+@pytest.mark.parametrize("answer", [None, 3, print, ours.copy_to_ranks, ours.RowParallel])
+def test_what_is_no_autograd_function_is_told_so(answer, nothing_starts):
+    assert "is no torch.autograd.Function" in repr(checks.pair_ends(answer, ours.SumOverRanks))
+    assert "is no torch.autograd.Function" in repr(checks.pair_ends(ours.CopyToRanks, answer))
+
+
+class Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group): ...
+
+    @staticmethod
+    def backward(ctx, grad): ...
+
+
+def test_two_empty_ends_are_not_attempted(nothing_starts):
+    assert checks.pair_ends(Empty, Empty).state == "not attempted"
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_one_end_of_two_is_judged_while_the_other_is_empty():
+    verdict = checks.pair_ends(ours.CopyToRanks, Empty)
+    assert repr(verdict) == "not attempted: CopyToRanks is right, and Empty is still empty"
+    verdict = checks.pair_ends(Empty, ours.CopyToRanks)
+    assert verdict.state == "wrong" and "CopyToRanks.forward returned its own tensor" in verdict.detail
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_what_makes_no_module_is_told_so(answer_to):
     answer = answer_to("def made(layer, group):", "return layer.weight", IMPORTS)
-    verdict = checks.column_parallel(answer)
+    verdict = checks.row_parallel(answer)
     assert verdict.detail == "on rank 0, what you made is a Parameter, no nn.Module"
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
-def test_a_layer_that_sends_more_than_one_message_is_told_so(answer_to):
-    body = """
-    def forward(self, x):
-        return super().forward(copy_to_ranks(x, self.group) * 0.5) + 0 * sum_over_ranks(x, self.group).sum()
-    """
-    verdict = checks.column_parallel(answer_to("class More(ColumnParallel):", body, IMPORTS))
-    assert verdict.state == "wrong"
-    body = "def forward(self, x):\n    return super().forward(x) + 0 * sum_over_ranks(x.detach(), self.group).sum()"
-    verdict = checks.column_parallel(answer_to("class More(ColumnParallel):", body, IMPORTS))
-    said = "the numbers are right, but in the forward pass rank 0 sends 1 tp/all_reduce call with 144 bytes"
+def test_a_layer_that_sends_in_the_backward_pass_is_told_so(answer_to):
+    body = "def forward(self, x):\n    return super().forward(x) + 0 * copy_to_ranks(self.bias, self.group)"
+    verdict = checks.row_parallel(answer_to("class More(RowParallel):", body, IMPORTS))
+    said = "the numbers are right, but in the backward pass rank 0 sends 1 tp/all_reduce call with 48 bytes"
     assert (verdict.detail, verdict.expected) == (said, "nothing")

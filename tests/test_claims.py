@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.checks import commit as commit_of_version_0_1
-from labkit.checks.claims import claim, commit
+from labkit.checks.claims import claim, commit, prediction_text
 from labkit.environment import ENV_STRICT_CLAIMS
 
 
@@ -68,3 +68,18 @@ def test_a_claim_about_other_parameters_is_told_and_is_never_an_error(capsys, mo
     assert capsys.readouterr().out == ""
     with pytest.raises(AssertionError, match="does not hold"):
         claim("the square sends least", False, where=True)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "text"),
+    [
+        (None, "no prediction"),
+        (0.5, "0.5"),
+        (12.0, "12"),
+        (16_016_000.0, "16,016,000"),
+        (1234.56, "1,235"),
+        (0.0625, "0.0625"),
+    ],
+)
+def test_a_prediction_is_shown_as_it_was_written(prediction, text):
+    assert prediction_text(prediction) == text

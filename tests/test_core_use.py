@@ -9,6 +9,7 @@ import pytest
 import labkit
 from labkit.runs.result import RunResult, stamp_text
 from labkit.session import core_use
+from notebooks.tools import build
 
 STAT = """cpu  900 0 0 900 0 0 0 0 0 0
 cpu0 100 20 3 9999 9999 4 5 6 100 20
@@ -73,6 +74,27 @@ def test_a_run_beside_a_busy_core_is_marked():
     assert 0.5 < result.cores_of_others < 1.5
 
 
+BUSY_NOTEBOOK = """\
+# %%
+import subprocess, sys
+import labkit
+
+busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+labkit.run("convnext_spatial", nproc=1, strategy="plain", steps=10)
+busy.kill()
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.notebook
+def test_the_build_refuses_timings_that_were_disturbed(tmp_path, capsys):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "07_busy.py").write_text(BUSY_NOTEBOOK)
+    assert build.main(folder=tmp_path) == 1
+    assert "convnext_spatial" in (said := capsys.readouterr().err) and "was disturbed: other programs used" in said
+    assert not (tmp_path / "solved" / "07_busy.ipynb").exists()
+
+
 @pytest.mark.alone
 def test_a_busy_core_slows_a_step_down_by_no_more_than_its_share():
     """Two threads, of which one has half a core, and no more: idle threads of OpenMP do not spin."""
@@ -85,3 +107,10 @@ def test_a_busy_core_slows_a_step_down_by_no_more_than_its_share():
     finally:
         process.kill()
     assert beside < 10 * alone, "it was 35 to 100 times"
+
+
+@pytest.mark.alone
+@pytest.mark.long
+def test_ranks_that_end_a_step_one_after_the_other_do_not_disturb_themselves():
+    runs = [labkit.run("two_dim", nproc=4, steps=3, warm=True) for _ in range(6)]
+    assert sum(bool(result.cores_of_others) for result in runs) <= 1

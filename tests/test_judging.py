@@ -7,8 +7,9 @@ from labkit.__main__ import main
 from labkit.course import verdict_store
 
 RIGHT = """
-def all_gathers(units, reshard_after_forward, root_has_parameters):
-    return 2 * units - root_has_parameters if reshard_after_forward else units
+def fewest_ranks(parameters, largest_unit, memory_bytes):
+    left = memory_bytes - 8 * largest_unit
+    return -(-16 * parameters // left) if left > 0 else 0
 """
 
 
@@ -20,10 +21,10 @@ def notebook(tmp_path):
         cells = [
             nbformat.v4.new_code_cell("from labkit.checks import fsdp as checks"),
             nbformat.v4.new_code_cell(answer),
-            nbformat.v4.new_code_cell("checks.all_gathers(all_gathers)"),
+            nbformat.v4.new_code_cell("checks.fewest_ranks(fewest_ranks)"),
             nbformat.v4.new_code_cell(last),
         ]
-        cells[1].metadata["labkit"] = {"exercise": "all_gathers", "number": "2.2", "title": "how many all-gathers?"}
+        cells[1].metadata["labkit"] = {"exercise": "fewest_ranks", "number": "2.1", "title": "the fewest ranks"}
         content = nbformat.v4.new_notebook(cells=cells, metadata={"labkit": {"lab": "fsdp"}})
         content.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         path = tmp_path / "02.ipynb"
@@ -37,7 +38,7 @@ def notebook(tmp_path):
     ("answer", "last", "status", "says"),
     [
         (RIGHT, "1 + 1", 0, "1 of 1 passed"),
-        (RIGHT.replace("2 *", "3 *"), "1 + 1", 1, "0 of 1 passed\n  2.2 how many all-gathers?: wrong"),
+        (RIGHT.replace("8 *", "4 *"), "1 + 1", 1, "0 of 1 passed\n  2.1 the fewest ranks: wrong"),
         pytest.param(RIGHT, "1 / 0", 1, "ZeroDivisionError: division by zero", marks=pytest.mark.long),
     ],
 )
@@ -46,7 +47,7 @@ def test_the_status_says_whether_the_exercises_pass(notebook, answer, last, stat
     kept = path.with_name("kept.json")
     # An earlier pass does not count, and nothing is added to it.
     monkeypatch.setenv("LABKIT_VERDICTS", str(kept))
-    verdict_store.store_verdict("fsdp", "all_gathers", "passed")
+    verdict_store.store_verdict("fsdp", "fewest_ranks", "passed")
     before = path.read_bytes(), kept.read_bytes()
     assert main(["judge", str(path)]) == status
     shown = capsys.readouterr().out

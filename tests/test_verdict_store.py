@@ -20,7 +20,7 @@ from labkit_simulate import checks as simulation_checks
 
 KERNEL = (
     "from labkit.course.verdict_store import store_verdict, so_far; "
-    "store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+    "store_verdict('fsdp', 'fewest_ranks', {!r}); print(so_far('fsdp'))"
 )
 
 
@@ -32,8 +32,9 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / "kept.json"
 
 
-def all_gathers(units, reshard_after_forward, root_has_parameters):
-    return 2 * units - root_has_parameters if reshard_after_forward else units
+def fewest_ranks(parameters, largest_unit, memory_bytes):
+    left = memory_bytes - 8 * largest_unit
+    return -(-16 * parameters // left) if left > 0 else 0
 
 
 def wrong(function):
@@ -47,26 +48,26 @@ def wrong(function):
 
 
 def test_a_pass_is_never_taken_back_and_tries_are_counted(kept):
-    for answer in (wrong(all_gathers), wrong(all_gathers), all_gathers, wrong(all_gathers)):
-        fsdp.all_gathers(answer)
-    one = read_verdicts(kept)["fsdp"]["all_gathers"]
+    for answer in (wrong(fewest_ranks), wrong(fewest_ranks), fewest_ranks, wrong(fewest_ranks)):
+        fsdp.fewest_ranks(answer)
+    one = read_verdicts(kept)["fsdp"]["fewest_ranks"]
     assert (one.verdict, one.state, one.tries) == ("wrong", "passed", 4)
     assert one.first_passed and one.first_passed <= one.when
 
 
 def test_an_empty_answer_is_no_try(kept):
-    def all_gathers(units, reshard_after_forward, root_has_parameters): ...
+    def fewest_ranks(parameters, largest_unit, memory_bytes): ...
 
-    fsdp.all_gathers(all_gathers)
-    assert read_verdicts(kept)["fsdp"]["all_gathers"].tries == 0
-    assert read_verdicts(kept)["fsdp"]["all_gathers"].state == "not attempted"
+    fsdp.fewest_ranks(fewest_ranks)
+    assert read_verdicts(kept)["fsdp"]["fewest_ranks"].tries == 0
+    assert read_verdicts(kept)["fsdp"]["fewest_ranks"].state == "not attempted"
 
 
 def test_a_broken_function_that_the_notebook_shows_to_a_check_is_no_try(kept):
-    def forgetful(units, reshard_after_forward, root_has_parameters):
-        return 2 * units
+    def forgetful(parameters, largest_unit, memory_bytes):
+        return 2 * parameters
 
-    assert fsdp.all_gathers(forgetful).state == "wrong"
+    assert fsdp.fewest_ranks(forgetful).state == "wrong"
     assert not kept.exists()
 
 
@@ -85,9 +86,9 @@ class Odd:
 
 def test_whatever_is_handed_to_a_check_gives_a_verdict(kept):
     for odd in (7, None, [], lambda **arguments: 1, Odd):
-        assert not fsdp.all_gathers(odd).ok
+        assert not fsdp.fewest_ranks(odd).ok
     with pytest.raises(ZeroDivisionError):  # in the check itself, as ever; its name is asked for nowhere else
-        fsdp.all_gathers(Odd())
+        fsdp.fewest_ranks(Odd())
     assert not kept.exists()
 
 
@@ -95,18 +96,16 @@ def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
     kept.write_text(
         json.dumps(
             verdict_store.verdicts_to_json(
-                {"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}}
+                {"fsdp": {"shard_parameters": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}}
             )
         )
     )
-    fsdp.all_gathers(all_gathers)
+    fsdp.fewest_ranks(fewest_ranks)
     standing = so_far("fsdp")
-    assert repr(standing).startswith("2 of 11 passed, these are open: 2.3 bytes on the wire; 2.4 shard one unit; ")
-    assert standing._repr_html_().startswith(
-        "<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire"
-    )
+    assert repr(standing).startswith("2 of 5 passed, these are open: 2.3 gather, and free; 2.4 reduce the gradients; ")
+    assert standing._repr_html_().startswith("<p><b>2 of 5 passed</b>, these are open:</p><ul><li>2.3 gather, and free")
     everything = {each.name: "passed" for each in standing.lab.exercises}
-    assert repr(verdict_store.LabProgress(standing.lab, everything)) == "11 of 11 passed"
+    assert repr(verdict_store.LabProgress(standing.lab, everything)) == "5 of 5 passed"
     with pytest.raises(ParameterError, match="no lab is called 'fsd'"):
         so_far("fsd")
 
@@ -128,11 +127,11 @@ def test_only_a_kernel_in_a_folder_of_copies_writes_there(tmp_path):
     (mine / ".labkit" / "pristine").mkdir(parents=True)
     (mine / "deeper").mkdir()
     other.mkdir()
-    assert "1 of 11 passed" in in_kernel(other, "passed"), "the verdicts of this kernel"
+    assert "1 of 5 passed" in in_kernel(other, "passed"), "the verdicts of this kernel"
     assert list(other.iterdir()) == []
-    assert "1 of 11 passed" in in_kernel(mine, "passed")
-    assert "1 of 11 passed" in in_kernel(mine / "deeper", "wrong"), "and those of earlier ones"
-    one = read_verdicts(mine / "progress.json")["fsdp"]["zero_bytes"]
+    assert "1 of 5 passed" in in_kernel(mine, "passed")
+    assert "1 of 5 passed" in in_kernel(mine / "deeper", "wrong"), "and those of earlier ones"
+    one = read_verdicts(mine / "progress.json")["fsdp"]["fewest_ranks"]
     assert (one.verdict, one.state, one.tries) == ("wrong", "passed", 2)
 
 
@@ -168,9 +167,9 @@ def test_kernels_that_write_at_once_lose_nothing(kept, tmp_path):
         ("[]", "a JSON list"),
         ('{"version": 9}', "version 9 of verdicts"),
         ('{"version": 1}', "holds no verdicts"),
-        ('{"version": 1, "verdicts": {"fsdp": {"zero_bytes": {"verdict": "great", "when": ""}}}}', "is no verdict"),
+        ('{"version": 1, "verdicts": {"fsdp": {"fewest_ranks": {"verdict": "great", "when": ""}}}}', "is no verdict"),
         (
-            '{"version": 1, "verdicts": {"fsdp": {"zero_bytes": {"verdict": "wrong", "when": "", "tries": "3"}}}}',
+            '{"version": 1, "verdicts": {"fsdp": {"fewest_ranks": {"verdict": "wrong", "when": "", "tries": "3"}}}}',
             "tries",
         ),
     ],
@@ -178,42 +177,45 @@ def test_kernels_that_write_at_once_lose_nothing(kept, tmp_path):
 def test_a_file_that_cannot_be_read_is_kept_and_the_check_goes_on(kept, text, says):
     kept.write_text(text)
     with pytest.warns(UserWarning, match=rf"this verdict is not kept: .*kept.json: .*{says}.*move it away"):
-        assert fsdp.all_gathers(all_gathers).ok
+        assert fsdp.fewest_ranks(fewest_ranks).ok
     assert kept.read_text() == text
     with pytest.raises(LabError, match=says):
         read_verdicts(kept)
     with pytest.warns(UserWarning, match=says):
-        assert so_far("fsdp").pass_count_text == "1 of 11 passed"
+        assert so_far("fsdp").pass_count_text == "1 of 5 passed"
 
 
 def test_a_folder_that_is_gone_does_not_stop_a_check(kept, monkeypatch, tmp_path):
     monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
     with pytest.warns(UserWarning, match="this verdict is not kept"):
-        assert fsdp.all_gathers(all_gathers).ok
+        assert fsdp.fewest_ranks(fewest_ranks).ok
 
 
 def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch):
     monkeypatch.setenv(ENV_NBGRADER, "autograde")
-    assert fsdp.all_gathers(all_gathers).ok
-    with pytest.raises(NotPassed, match=r"wrong: all_gathers\(.*gave -1, expected 3"):
-        fsdp.all_gathers(wrong(all_gathers))
+    assert fsdp.fewest_ranks(fewest_ranks).ok
+    with pytest.raises(NotPassed, match=r"wrong: fewest_ranks\(.*gave -1, expected 1"):
+        fsdp.fewest_ranks(wrong(fewest_ranks))
 
-    def forgetful(units, reshard_after_forward, root_has_parameters):
-        return 2 * units
+    def forgetful(parameters, largest_unit, memory_bytes):
+        return 2 * parameters
 
-    assert fsdp.all_gathers(forgetful).state == "wrong", "what a notebook shows is not graded"
+    assert fsdp.fewest_ranks(forgetful).state == "wrong", "what a notebook shows is not graded"
 
 
 def test_progress_prints_labs_and_exercises(tmp_path, capsys):
     known = {
-        "fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}
+        "fsdp": {
+            "fewest_ranks": ExerciseProgress("passed", "x", 1, "x"),
+            "shard_parameters": ExerciseProgress("wrong", "x", 1),
+        }
     }
     (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json(known)))
     assert main(["progress", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].split()[:4] == ["lab", "exercises", "1", "2"]
     marks = next(line for line in shown if line.startswith("02_")).split()
-    assert marks == ["02_fsdp_wrapping", "1", "of", "11", "passed", "✓", "·", "✗", *"·" * 8]
+    assert marks == ["02_fsdp_wrapping", "1", "of", "5", "passed", "✓", "✗", *"·" * 3]
     assert len([line for line in shown if line[:1].isdigit()]) == len(lab_catalog.all_labs())
     (tmp_path / "progress.json").write_text("{")
     assert main(["progress", "--folder", str(tmp_path)]) == 1
@@ -224,5 +226,5 @@ def test_without_notebooks_nothing_is_kept_and_nothing_fails(kept, monkeypatch, 
     monkeypatch.setattr(lab_catalog, "NOTEBOOK_FOLDER", tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fsdp.all_gathers(all_gathers).ok
+        assert fsdp.fewest_ranks(fewest_ranks).ok
     assert not kept.exists()

@@ -18,6 +18,17 @@ def commit(**numbers: Any) -> dict[str, float | None]:
     return {name: _prediction_value(name, value) for name, value in numbers.items()}
 
 
+def prediction_text(prediction: float | None, spec: str = "") -> str:
+    """Return a prediction as text, formatted by ``spec``, or "no prediction".
+
+    Without ``spec``, small numbers keep the digits with which they were written.
+    """
+    if prediction is None:
+        return "no prediction"
+    rounds_nothing = prediction == round(prediction) or abs(prediction) >= 1000
+    return format(prediction, spec or (",.0f" if rounds_nothing else ".4g"))
+
+
 def _prediction_value(name: str, value: Any) -> float | None:
     if callable(value):
         try:

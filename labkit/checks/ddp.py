@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,71 +14,17 @@ from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
 from labkit.checks.ranks import ddp as ranks_ddp
 from labkit.checks.traffic import expect_traffic
-from labkit.inductor import ProgramLine
 from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
-from labkit.theory.collectives import AlphaBeta
 
 # Numbers of ranks on which an answer has to be right.
 SIZES = 2, 3
 SIZES_TEXT = "2 and 3"
 MIB = 2**20
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
-FUTURE_HINT = "return a future of a tensor: handle.get_future().then(…)"
-HOOK_HINTS = dict.fromkeys(["register_comm_hook", "Future", "communication hook"], FUTURE_HINT)
-_on_ranks = partial(judge_on_ranks, "ddp", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
+on_ranks = partial(judge_on_ranks, "ddp", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
 SENDS = "the gradients are right, but the rank sends"
 ORDER_HINT = "Wait for the bucket before you read it; cut it in the order of filling."
-# Programs, as kind and buffers of each line: the lines that use a buffer too early; a hint.
-PROGRAM_CASES: dict[str, tuple[list[int], str]] = {
-    "extern a x, collective a, extern b x, wait a, other a b": ([], "Other buffers may be used."),
-    "extern a x, collective a, other a": ([3], "Nothing waits for a before it is returned."),
-    "collective a, kernel a y, wait a, other a": ([2], "The wait comes too late for the kernel."),
-    "collective a b, wait b, kernel b y, kernel a y, other": ([4], "That wait is for b alone."),
-    "collective a, wait a, kernel a, collective a, other a": ([5], "A second request counts, too."),
-    "kernel a, collective a, collective b, wait b, wait a, other a b": ([], "The order is free."),
-    "collective a, kernel a b, extern b a, wait a, other b": ([2, 3], "Each early line counts."),
-    "collective a, collective a, wait a, other a": ([2], "A second request uses the buffer early."),
-    "collective a b, kernel a b, wait a, wait b, other": ([2], "Name a line once."),
-}
-
-
-@exercise
-def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 1: (alpha, beta) from (rounds, total_bytes), seconds of rounds by message count."""
-    asked = f"{judge.answer_name(answer)} of a network with known alpha and beta"
-    for network, total, counts in (
-        (AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)),
-        (AlphaBeta(5e-6, 3e-8), 4096, (2, 8)),
-    ):
-        times = {count: network.seconds(total, messages=count) for count in counts}
-        # The median of these rounds is right, their mean and their fastest are not.
-        rounds = {count: [2.7 * each, each, 0.9 * each] for count, each in times.items()}
-        # In falling order of counts, because an answer may not rely on the order of a dict.
-        found = judge.call_answer(answer, dict(reversed(rounds.items())), total, in_words=asked)
-        alpha, beta = _as_floats(found, 2, asked, "Return alpha, beta.")
-        right = torch.tensor([network.alpha_s, network.beta_s_per_byte]).double()
-        few, many = min(counts), max(counts)
-        # A difference of times leaves out the bytes; of one time, they are inside.
-        with_bytes = right.new_tensor([times[many] / many, beta])
-        with_latency = right.new_tensor([alpha, times[few] / total])
-        median, rest = "Take each count's median round.", "beta = (time - messages * alpha) / bytes"
-        likely = {
-            "beta first": (right.flip(0), "Return alpha, then beta."),
-            "the numbers of the fastest round": (0.9 * right, median),
-            "the numbers of the mean round": (4.6 / 3 * right, median),
-            "an alpha that has bytes inside": (with_bytes, "A difference has no bytes."),
-            "a beta that has latency inside": (with_latency, rest),
-            "the right alpha and another beta": (right.new_tensor([right[0], beta]), rest),
-        }
-        pair, wants = right.new_tensor([alpha, beta]), f"({right[0]:.3g}, {right[1]:.3g})"
-        said, wrong = f"{asked} gave ({alpha:.3g}, {beta:.3g}),", "which is wrong"
-        hint = "Alpha is what additional messages cost; beta is what is left, for each byte."
-        tolerances = {"rtol": 1e-3, "atol": 0.0}
-        judge.expect_close(
-            pair, right, said, likely, otherwise=wrong, expected=wants, hint=hint, **tolerances
-        )
-    return judge.passing_verdict("2 networks agree, though some rounds were disturbed")
 
 
 def _as_floats(found: Any, count: int, asked: str, hint: str) -> list[float]:
@@ -94,22 +40,22 @@ def _as_floats(found: Any, count: int, asked: str, hint: str) -> list[float]:
 
 @exercise
 def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 2: positions of the gradients by bucket, from (sizes, bucket_mb, first_mb)."""
+    """Exercise 1: positions of the gradients by bucket, from (sizes, bucket_bytes)."""
     closes = "A bucket closes once it holds its size, with the gradient that took it there inside."
-    cases: list[tuple[list[int], float, float, str]] = [
-        ([MIB // 2], 25, 1, "What is left when the backward pass ends is a bucket too."),
-        ([MIB // 2, MIB, MIB], 25, 1, "The first bucket closes at first_mb MiB, not bucket_mb."),
-        ([2 * MIB, 3 * MIB, 2 * MIB, 3 * MIB], 5, 5, closes),
-        ([2 * MIB, 5 * MIB, 5 * MIB], 5, 1, closes),
-        ([1_000_000, 100_000, 1_000_000, 100_000], 1, 1, "A MiB has 2**20 bytes."),
-        ([MIB // 2] * 4, 0.5, 1, "first_mb limits the first bucket even if bucket_mb is smaller."),
-        ([8000, 16_000_000] * 4, 25, 1, closes),
+    cases: list[tuple[list[int], int, str]] = [
+        ([4], 10, "What is left when the backward pass ends is a bucket too."),
+        ([4, 4, 4, 4], 8, f"{closes} The next one starts from 0."),
+        ([2, 3, 2, 3], 5, closes),
+        ([2, 5, 5], 5, closes),
+        ([1, 9, 1, 9, 1], 10, closes),
+        ([12, 3, 12], 10, "A gradient that is larger than the size fills a bucket by itself."),
+        ([8000, 16_000_000] * 4, 25 * MIB, closes),
     ]
-    for sizes, bucket_mb, first_mb, hint in cases:
-        asked = f"{judge.answer_name(answer)}({sizes}, bucket_mb={bucket_mb}, first_mb={first_mb})"
+    for sizes, bucket_bytes, hint in cases:
+        asked = f"{judge.answer_name(answer)}({sizes}, bucket_bytes={bucket_bytes})"
         # A copy, because the answer may change its list.
-        found = judge.call_answer(answer, [*sizes], bucket_mb, first_mb, in_words=asked)
-        right = theory.bucket_plan(sizes, bucket_mb, first_mb)
+        found = judge.call_answer(answer, [*sizes], bucket_bytes, in_words=asked)
+        right = assign_buckets(sizes, bucket_bytes)
         _expect_bucket_form(found, asked, sizes)
         judge.expect(found == right, f"{asked} gave {judge.value_text(found)}", right, hint)
     return judge.passing_verdict(f"{len(cases)} lists of gradients agree")
@@ -134,53 +80,42 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
 
 
 @exercise
-def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 8: the fewest buckets of at most ``limit`` bytes, in order, from (sizes, limit)."""
-    # Sizes, the limit, and the fewest buckets; a gradient above the limit has one of its own.
-    cases: list[tuple[list[int], int, int]] = [
-        ([4], 10, 1),
-        ([4, 4, 4], 10, 2),
-        ([5, 5, 5, 5], 10, 2),
-        ([10, 10], 10, 2),
-        ([6, 5, 4, 3], 10, 3),
-        ([3, 12, 3], 10, 3),
-        ([12, 3, 7, 1], 10, 3),
-        ([1] * 7, 3, 3),
-        ([], 10, 0),
-    ]
-    for sizes, limit, fewest in cases:
-        asked = f"{judge.answer_name(answer)}({sizes}, limit={limit})"
-        found = judge.call_answer(answer, [*sizes], limit, in_words=asked)
-        _expect_bucket_form(found, asked, sizes)
-        for bucket in found:
-            held = sum(sizes[position] for position in bucket)
-            said = f"{asked} gave {found}: bucket {bucket} holds {held} bytes"
-            hint = "Before you put a gradient in: would the bucket hold more than the limit?"
-            judge.expect(held <= limit or len(bucket) == 1, said, hint=hint)
-        hint = "A bucket that holds exactly the limit keeps it; put in as much as fits."
-        judge.expect(len(found) <= fewest, f"{asked} gave {len(found)} buckets", fewest, hint)
-    return judge.passing_verdict(
-        f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many"
-    )
+def average_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 2: wait for buckets, and leave the means in the gradients, on real ranks."""
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        own = [device_gradients([(rank, 0)]) for rank in range(ranks)]
+        hint = "handle.wait() first: until then the row has this rank's own gradients."
+        judge_gradients(sent["gradients"], own, index, own_hint=hint)
+        said = f"the gradients are right, but {sent['waits']} of {sent['buckets']} buckets were"
+        hint = "They had arrived by luck. Wait for the handle of each bucket."
+        judge.expect(sent["waits"] >= sent["buckets"], f"{said} waited for", hint=hint)
+        hint = "The all-reduces are on their way already."
+        expect_traffic(sent["sent"], {}, SENDS, hint)
+
+    hints = {
+        "assign a gradient of size": "Give each piece its own shape back: piece.view_as(parameter)."
+    }
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="average")
+    return judge.passing_verdict(f"the means of {SIZES_TEXT} ranks are in the gradients")
 
 
 @exercise
-def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 3: average gradients in buckets while the backward pass runs, on real ranks."""
-    # Gradients are ready from the last parameter to the first.
-    sizes = [each.nbytes for each in reversed([*ranks_ddp.make_linear_model().parameters()])]
-    plan = assign_buckets(sizes, ranks_ddp.LIMIT_BYTES)
-    buckets = [sum(sizes[position] for position in bucket) for bucket in plan]
+def send_full_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 3: send each bucket once it is full, and finish at the end, on real ranks."""
+    sizes = [each.nbytes for each in ranks_ddp.parameters_in_order()]
+    buckets = [sum(sizes[place] for place in bucket) for bucket in ranks_ddp.bucket_places()]
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        first_waits = sent["passes"][0]["seen"].count("waited")
         for step, passage in enumerate(sent["passes"]):
-            where, seen = f"in backward pass {step},", passage["seen"]
+            where = f"in the {('first', 'second')[step]} backward pass,"
+            seen = passage["seen"]
             asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
-            # Wrong buckets would explain wrong gradients, so they come first.
+            # Wrong buckets would explain whatever else is wrong, so they come first.
             _judge_all_reduces(where, asked, sizes, buckets)
-            own = [_device_gradients([(rank, step)]) for rank in range(ranks)]
-            _judge_gradients(passage["gradients"], own, index, where=f"{where} ")
+            _judge_finish(where, seen, len(buckets))
+            own = [device_gradients([(rank, step)]) for rank in range(ranks)]
+            judge_gradients(passage["gradients"], own, index, where=f"{where} ")
             # Right gradients may still have been sent late, or waited for too early.
             last = len(seen) - 1 - seen[::-1].index("gradient")
             # The last gradient completes the last bucket; the first bucket can leave before it.
@@ -189,37 +124,50 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             overlap = any(event.startswith("asked") for event in seen[:last])
             judge.expect(overlap, said, hint=hint)
             early = seen.index("waited") if "waited" in seen[:last] else last
-            hint = "Ask with async_op=True, keep the handle, and wait after the last gradient."
             left = seen[early:].count("gradient")
             said = f"{where} the rank waited while {left} gradients were still to come"
+            hint = "Ask with async_op=True, keep the handle, and leave the waiting to finish."
             judge.expect(early == last, said, hint=hint)
-            # A handle that was kept is waited for again in the next pass.
-            waits, hint = seen.count("waited"), "Forget buckets that have arrived."
-            said = f"{where} the rank waited {waits} times, before {first_waits}"
-            judge.expect(waits <= first_waits, said, hint=hint)
             said, hint = f"{where} all is right, but the rank sends", "The all-reduces are enough."
             right = {"all_reduce": [len(buckets), sum(buckets)]}
             expect_traffic(passage["sent"], right, said, hint)
 
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="small_ddp")
-    passed = f"in {len(buckets)} buckets that leave while gradients are still to come"
-    return judge.passing_verdict(f"the mean on {SIZES_TEXT} ranks, {passed}")
+    hints = {
+        "'NoneType' object has no attribute 'flatten'": (
+            "A row was made of gradients that are not there yet. Does each hook count down the "
+            "bucket of its own parameter? A lambda in a loop needs index=index."
+        )
+    }
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="send")
+    passed = f"{len(buckets)} buckets leave while gradients are still to come"
+    return judge.passing_verdict(f"on {SIZES_TEXT} ranks {passed}, in each of two passes")
+
+
+def _judge_finish(where: str, seen: Sequence[str], buckets: int) -> None:
+    """Expect one call of ``finish`` with all buckets, once the last gradient is there."""
+    finished = [int(event.split()[1]) for event in seen if event.startswith("finish")]
+    hint = "When no bucket misses a gradient any more, call finish(in_flight)."
+    judge.expect(bool(finished), f"{where} finish was never called", hint=hint)
+    said = f"{where} finish was called {len(finished)} times"
+    judge.expect(len(finished) == 1, said, "once", "Call it at the last gradient of all.")
+    said, hint = f"{where} finish got {finished[0]} buckets", "After finish, empty the list."
+    judge.expect(finished[0] == buckets, said, f"{buckets} buckets", hint)
 
 
 def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: list[int]) -> None:
     """Expect all-reduces of these buckets."""
     said = f"all-reduces of {', '.join(map(str, asked))} bytes were asked for"
-    hint = "Go from the last parameter to the first; a full bucket holds bucket_bytes, or more."
+    hint = "The row of a bucket holds the gradients of its parameters, one after another."
     if not asked:
         said = "no all-reduce was asked for"
-        hint = "Register a hook with every parameter: register_post_accumulate_grad_hook."
+        hint = "Register a hook with every parameter, and reset the counts after each pass."
     elif len(asked) == len(sizes):
         said = "each gradient had an all-reduce of its own"
         hint = "Count the gradients of a bucket that are still missing; ask when none is."
     elif asked == [sum(sizes)]:
-        said, hint = "one all-reduce carried all gradients", "Close a bucket when full."
+        said, hint = "one all-reduce carried all gradients", "Each bucket has a row of its own."
     elif len(asked) < len(buckets):
-        hint = "What is left at the end is a bucket, too. After a pass, reset the counts."
+        hint = "A bucket never filled. Does each hook count down the bucket of its own parameter?"
     elif asked[: len(buckets)] == buckets:
         hint = "After a backward pass, reset the counts of missing gradients."
     elif asked == [2 * size for size in buckets]:
@@ -228,7 +176,7 @@ def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: 
     judge.expect(asked == buckets, f"{where} {said}", expected, hint)
 
 
-def _judge_gradients(
+def judge_gradients(
     got: Sequence[Tensor | None],
     own: Sequence[Tensor],
     index: int,
@@ -266,12 +214,12 @@ def _judge_gradients(
         judge.expect(shape == right_shape, f"{name} has shape {shape}", right_shape, hint)
         part = slice(start, start + parameter.numel())
         mistakes = {words: (wrong[part], hint) for words, (wrong, hint) in likely.items()}
-        flat, said, other = gradient.flatten(), f"{name} is", "another than one device gives"
+        flat, said, other = gradient.flatten(), f"{name} is", "not one device's"
         judge.expect_close(flat, right[part], said, mistakes, otherwise=other, **how)
         start += parameter.numel()
 
 
-def _device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
+def device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
     """Return one device's gradients of the mean loss over batches, given by rank and step."""
     model = ranks_ddp.make_linear_model()
     losses = [ranks_ddp.mean_squared_error(model, *ranks_ddp.step_batch(*each)) for each in batches]
@@ -302,16 +250,52 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
 
 
 @exercise
+def bucket_times(answer: Callable[..., tuple[list[float], list[float]]]) -> Verdict:
+    """Exercise 5: when each bucket is full and how long it travels, see ``theory.bucket_times``."""
+    cases: list[tuple[list[list[int]], list[float], list[float], float, float]] = [
+        ([[0]], [100], [2], 3, 0.25),
+        ([[0, 1], [2]], [100, 200, 300], [2, 4, 8], 3, 0.25),
+        ([[0], [1, 2, 3]], [40, 10, 20, 30], [1, 2, 3, 4], 5, 0.5),
+    ]
+    for buckets, sizes, ready, alpha, beta in cases:
+        named = f"{sizes}, {ready}, alpha={alpha}, beta={beta}"
+        asked = f"{judge.answer_name(answer)}({buckets}, {named})"
+        copies = [[*each] for each in buckets], [*sizes], [*ready]
+        found = judge.call_answer(answer, *copies, alpha, beta, in_words=asked)
+        is_pair = isinstance(found, tuple | list) and len(found) == 2
+        hint = "Return both lists: when each bucket is full, and how long it travels."
+        said = f"{asked} gave {judge.value_text(found)}, not two lists"
+        judge.expect(is_pair, said, hint=hint)
+        full, takes = (_as_floats(each, len(buckets), asked, hint) for each in found)
+        right_full, right_takes = theory.bucket_times(buckets, sizes, ready, alpha, beta)
+        said = f"{asked}: the buckets are full at {judge.value_text(full)}"
+        hint = "A bucket is full when its last gradient is there."
+        judge.expect(judge.is_close(full, [*map(float, right_full)]), said, right_full, hint)
+        held = [sum(sizes[place] for place in bucket) for bucket in buckets]
+        likely = {
+            "without their latency": [beta * size for size in held],
+            "with a latency for each gradient": [
+                alpha * len(bucket) + beta * size
+                for bucket, size in zip(buckets, held, strict=True)
+            ],
+        }
+        said = f"{asked}: the buckets travel {judge.value_text(takes)},"
+        hint = "One message for each bucket: alpha, and beta for each of its bytes."
+        judge.expect_close(takes, right_takes, said, likely, "which is wrong", right_takes, hint)
+    return judge.passing_verdict(f"{len(cases)} backward passes agree")
+
+
+@exercise
 def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 5: gradients of micro-batches, averaged over the ranks once, on real ranks."""
+    """Exercise 6: gradients of micro-batches, averaged over the ranks once, on real ranks."""
     alone, add = "that of the last micro-batch alone", "Gradients add up; the loss is a mean."
     every = "Every micro-batch needs a backward pass; zero no gradient between."
     inside = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         count = ranks_ddp.micro_batches(ranks)
-        own = [_device_gradients([(each, step) for step in range(count)]) for each in range(ranks)]
-        last = _device_gradients([(each, count - 1) for each in range(ranks)])
+        own = [device_gradients([(each, step) for step in range(count)]) for each in range(ranks)]
+        last = device_gradients([(each, count - 1) for each in range(ranks)])
         calls, _ = sent["sent"].get("all_reduce", (0, 0))
         said = {0: "nothing was sent", count: "every backward pass sent its gradients"}
         seen = said.get(calls, f"{calls} all-reduces were sent")
@@ -321,88 +305,10 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             alone: (last, every),
             f"{alone}, divided": (last / count, every),
         }
-        _judge_gradients(sent["gradients"], own, index, likely)
+        judge_gradients(sent["gradients"], own, index, likely)
         once = {"all_reduce": [1, last.nbytes]}
         expect_traffic(sent["sent"], once, SENDS, "DDP's own all-reduce is enough.")
 
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
     whose = "of one device with all micro-batches"
     return judge.passing_verdict(f"the gradients {whose}, sent once, on {SIZES_TEXT} ranks")
-
-
-@exercise
-def handed_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 6: all-reduced bytes of a step, from (parameters, micro_batches, no_sync, bf16)."""
-    every = "Without no_sync every backward pass sends all gradients."
-    once = "With no_sync the gradients add up on the rank, and one message holds their sum."
-    cases = [
-        (1000, 1, False, False, "Count 4 bytes a number as handed over, not as a ring sends them."),
-        (1000, 1, False, True, "The hook sends bfloat16, 2 bytes a number, instead of 4."),
-        (1000, 4, False, False, every),
-        (1000, 4, True, False, once),
-        (1000, 8, True, True, once),
-        (500, 3, False, True, every),
-    ]
-
-    def right_bytes(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
-        return parameters * (1 if no_sync else micro_batches) * (2 if bf16 else 4)
-
-    return judge.judge_cases(answer, right_bytes, cases)
-
-
-@exercise
-def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: a communication hook that sends bfloat16, on real ranks."""
-    whole = _device_gradients([(0, 0)]).nbytes
-    send = "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
-
-    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        own = [_device_gradients([(each, 0)]) for each in range(ranks)]
-        # bfloat16 has 8 bits of precision.
-        _judge_gradients(sent["gradients"], own, index, own_hint=send, rtol=0.02, atol=2e-3)
-        half = {"all_reduce": [1, whole // 2]}
-        hint = "One all-reduce of the bucket: bucket.buffer().to(torch.bfloat16)."
-        expect_traffic(sent["sent"], half, SENDS, hint)
-        said = f"{SENDS} {' and '.join(sent['dtypes'])}"
-        hint = "float16 has as few bytes, but a smaller range: a large gradient would overflow."
-        judge.expect(sent["dtypes"] == ["bfloat16"], said, "bfloat16", hint)
-        said = f"the gradients are right, but the future holds {' and '.join(sent['gave'])}"
-        hint = "The bucket is in float32, so what comes back is, too: .to(torch.float32)."
-        judge.expect(sent["gave"] == ["torch.float32"], said, "torch.float32", hint)
-
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=HOOK_HINTS, what="half_hook")
-    rounded = f"the mean on {SIZES_TEXT} ranks but for rounding"
-    return judge.passing_verdict(f"{rounded}, and {whole // 2:,} bytes sent instead of {whole:,}")
-
-
-@exercise
-def early_uses(answer: Callable[..., list[int]]) -> Verdict:
-    """Exercise 9: the lines that use a buffer before its wait, from ``inductor.ProgramLine``s."""
-    for program, (right, hint) in PROGRAM_CASES.items():
-        lines = []
-        for number, line in enumerate(program.split(", "), start=1):
-            kind, *buffers = line.split()
-            lines.append(ProgramLine(number, cast(Any, kind), kind, tuple(buffers), line))
-        text = "; ".join(f"{line.number} {line.text}" for line in lines)
-        asked = f"for the program [{text}] {judge.answer_name(answer)}"
-        found = judge.call_answer(answer, lines, in_words=asked)
-        is_right = type(found) is list and found == right
-        judge.expect(is_right, f"{asked} gave {judge.value_text(found)}", right, hint)
-    return judge.passing_verdict(f"{len(PROGRAM_CASES)} programs agree")
-
-
-@exercise
-def smallest_bucket(answer: Callable[..., float]) -> Verdict:
-    """Exercise 10: the bytes of a bucket, from the arguments of ``smallest_bucket_bytes``."""
-    longer = "A longer backward pass has room for more messages, so buckets may be smaller."
-    solve = "total_bytes / b * alpha + total_bytes * beta = backward_s; solve for b."
-    # The last case has no right bucket: the answer is infinite.
-    never = "Where the bytes alone take longer than the backward pass, no bucket is right."
-    cases = [
-        (10**6, 2.0, 0.01, 1e-6, "What total_bytes * beta leaves of backward_s is for latencies."),
-        (10**6, 3.0, 0.01, 1e-6, longer),
-        (10**6, 2.0, 0.03, 1e-6, "Buckets of b bytes are total_bytes / b messages of alpha each."),
-        (4 * 10**8, 0.05, 2e-5, 4e-11, solve),
-        (10**6, 0.5, 0.01, 1e-6, never),
-    ]
-    return judge.judge_cases(answer, theory.smallest_bucket_bytes, cases)

@@ -24,6 +24,7 @@ from html import escape
 
 # NumPy's numbers are registered with these two.
 from numbers import Integral, Real
+from types import CodeType
 from typing import Any, ParamSpec
 from unittest import mock
 
@@ -210,8 +211,13 @@ def raise_if_not_attempted(answer: object) -> None:
         wrong = "is an async function, which gives a coroutine when called: write def alone"
         raise WrongAnswer(f"{answer_name(answer)} {wrong}")
     code = getattr(answer, "__code__", None)
-    if code and all(map(_is_empty_instruction, dis.get_instructions(code))):
+    if code and is_empty_code(code):
         raise NotAttempted
+
+
+def is_empty_code(code: CodeType) -> bool:
+    """Tell whether a function's body does nothing."""
+    return all(map(_is_empty_instruction, dis.get_instructions(code)))
 
 
 def _is_empty_instruction(instruction: dis.Instruction) -> bool:
@@ -314,10 +320,12 @@ def is_close(found: Any, right: Any, *, rtol: float = 1e-4, atol: float = 1e-6) 
         return False
 
 
-def expect_tensor(got: Tensor | str, expected: Tensor, hint: str = "") -> Tensor:
+def expect_tensor(
+    got: Tensor | str, expected: Tensor, hint: str = "", name: str = "the function"
+) -> Tensor:
     """Return a tensor of the expected shape; ``got`` is one, or the name of another type."""
     if not isinstance(got, Tensor):
-        said = f"the function returned {got}, not a tensor"
+        said = f"{name} returned {got}, not a tensor"
         raise WrongAnswer(said, hint="Does every path return the tensor?")
     expect(got.shape == expected.shape, f"the shape is {(*got.shape,)}", (*expected.shape,), hint)
     expect(got.dtype == expected.dtype, f"the numbers are {got.dtype}", expected.dtype)

@@ -1,13 +1,11 @@
 """Checks of lab 1, sharding ConvNeXt's activations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
@@ -19,67 +17,13 @@ from labkit.theory import spatial
 # Numbers of ranks on which an answer has to be right.
 SIZES = 4, 3
 FIRST, LAST, BETWEEN = slice(HALO), slice(-HALO, None), slice(HALO, -HALO)
-WAIT_HINT = "does every send have its receive on the other side?"
+WAIT_HINT = (
+    "does every send have its receive on the other side, and do all start before anybody waits?"
+)
 PASSED_TEXT = "one device on 4 and 3 ranks, and no byte more than the halos was sent"
-_on_ranks = partial(judge_on_ranks, "spatial", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
+judge_on_group = partial(judge_on_ranks, "spatial", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
 # Halos are copied, and two gradients are added in either order.
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-8}
-DIMENSIONS = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
-# Placements of each tensor on a data x space mesh, and a hint.
-RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
-    "images": ([Shard(0), Shard(3)], "[N, C, H, W]: data shares the samples N, space the width W."),
-    "weights": ([Replicate(), Replicate()], "All pixels need it: which rank can do without?"),
-    "gradients": ([Partial(), Partial()], "Each rank adds its part. What is the whole gradient?"),
-    "logits": ([Shard(0), Replicate()], "After the mean over an image its strips agree."),
-}
-
-
-@exercise
-def local_columns(answer: Callable[..., int]) -> Verdict:
-    """Columns of a feature map on one rank in a stage, from (width, ranks, stage)."""
-
-    def right_columns(width: int, ranks: int, stage: int) -> int:
-        return width // 4 // 2**stage // ranks
-
-    hint = "The stem divides by 4, each later stage by 2 more, and the ranks share what is left."
-    cases = [(256, 1, 0, hint), (256, 4, 0, hint), (256, 4, 1, hint), (1024, 4, 3, hint)]
-    verdict = judge.judge_cases(answer, right_columns, cases)
-    # The float 8.0 equals 8, and so passes until here.
-    arguments: dict[str, Any] = {"width": 256, "ranks": 4, "stage": 1}
-    found, asked = judge.call_answer(answer, **arguments), judge.call_text(answer, **arguments)
-    said = f"{asked} gave {value_text(found)}, a {type(found).__name__}"
-    expect(isinstance(found, Integral), said, 8, "Columns are counted: // divides whole numbers.")
-    return verdict
-
-
-@exercise
-def placements(answer: Callable[..., Any]) -> Verdict:
-    """Two placements on a data x space mesh for each of images, weights, gradients and logits."""
-    found = judge.call_answer(answer)
-    hint = "Return a dict: a list of two placements for each name."
-    expect(isinstance(found, Mapping), f"placements() gave {value_text(found)}", hint=hint)
-    for name, (wanted, hint) in RIGHT_PLACEMENTS.items():
-        placed = found.get(name)
-        right = f"[{', '.join(_placement_words(each, '')[0] for each in wanted)}]"
-        is_pair = isinstance(placed, list | tuple) and len(placed) == 2
-        expect(is_pair, f"{name}: {value_text(placed)} is no list of two placements", right, hint)
-        for axis, given, each in zip(("data", "space"), placed, wanted, strict=True):
-            text, meaning = _placement_words(given, axis)
-            expect(given == each, f"{name}: along {axis} you say {text}, {meaning}", right, hint)
-    return passing_verdict(f"{len(RIGHT_PLACEMENTS)} tensors lie where you say")
-
-
-def _placement_words(placement: object, axis: str) -> tuple[str, str]:
-    """Return a placement as learners write it, and its meaning."""
-    match placement:
-        case Shard():
-            parts = DIMENSIONS.get(placement.dim, "parts of no dimension")
-            return f"Shard({placement.dim})", f"so the ranks along {axis} hold different {parts}"
-        case Replicate():
-            return "Replicate()", f"so the ranks along {axis} hold the same numbers"
-        case Partial():
-            return "Partial()", f"so the tensor is the sum of what the ranks along {axis} hold"
-    return value_text(placement), "which is no placement"
 
 
 @exercise
@@ -99,10 +43,10 @@ def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Pad a strip with its neighbours' columns, on real ranks."""
 
     def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
-        _judge_padding(ranks, index, output["got"])
+        judge_padding(ranks, index, output["got"])
         _judge_traffic(ranks, index, output["sent"])
 
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
 
 
@@ -112,9 +56,11 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
     def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
         _judge_gradient(ranks, index, output["got"])
+        said = "the result is right, but the gradient that was given is changed"
+        expect(output["kept"], said, hint="Clone before you add: autograd may still need it.")
         _judge_traffic(ranks, index, output["sent"])
 
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
 
 
@@ -129,7 +75,7 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         raise judge.NotAttempted
 
     def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
-        _judge_padding(ranks, index, output["got"])
+        judge_padding(ranks, index, output["got"])
         hint = "The first value of backward is the gradient of forward's first argument."
         expect(output["grad"] is not None, "the strip got no gradient", hint=hint)
         _judge_gradient(ranks, index, output["grad"], "the strip's gradient: ")
@@ -144,52 +90,41 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         "must implement either the backward": "backward is missing, or has another name",
         "non-static forward": "forward and backward are static: write @staticmethod above each",
     }
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="function")
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="function")
     return passing_verdict(f"forward and backward equal {PASSED_TEXT}")
 
 
 @exercise
-def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """A broken exchange, without any send, that passes a test with ones, on real ranks."""
+def reduce_gradients(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Sum the gradients of what was cut, in place, in one collective; leave the head's."""
 
     def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
-        hint = "Ask no neighbour: what is there on this rank that looks like their columns?"
-        out = _outgoing(output["sent"])
-        expect(not out, f"the rank sends {traffic_text(out)}", "nothing", hint)
-        _judge_padding(ranks, index, output["got"], "ones")
+        for name, hint in (
+            ("cut", "Each rank has seen its own columns only: the parts add up."),
+            ("head", "Every rank has computed the head's whole gradient already."),
+        ):
+            right, own = output["right"][name], output["own"][name]
+            likely: dict[str, Any] = {}
+            if not judge.is_close(own, right):
+                likely["this rank's own part, not reduced"] = own
+            for words, factor in (("divided", 1 / ranks), ("multiplied", ranks)):
+                likely[f"{words} by the number of ranks"] = [each * factor for each in right]
+            said, wanted = f"the gradients of {name} are", "one device's"
+            judge.expect_close(output["got"][name], right, said, likely, "wrong", wanted, hint)
+        out, least = outgoing(output["sent"]), sum(each.nbytes for each in output["own"]["cut"])
+        calls, size = (sum(each) for each in zip(*out.values(), strict=True)) if out else (0, 0)
+        said = f"the numbers are right, but the rank sends {traffic_text(out)}"
+        expect(size <= least, said, f"at most {least} bytes", "What needs no reduction?")
+        hint = "Copy the gradients into one flat tensor, reduce that, and copy its parts back."
+        expect(calls <= 1, said, "one collective", hint)
 
-    _on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
-    seen = "the test of ones passes, and nothing was exchanged: a test that cannot fail"
-    return passing_verdict(seen)
-
-
-@exercise
-def activation_bytes(answer: Callable[..., int]) -> Verdict:
-    """Bytes that one block keeps for backward, from (batch, channels, height, width)."""
-
-    def right_bytes(batch: int, channels: int, height: int, width: int) -> int:
-        return 48 * batch * channels * height * width
-
-    hint = "Go from left to right. Between the 1 x 1 convolutions channels are fourfold."
-    cases = [(1, 1, 1, 1, hint), (2, 32, 32, 64, hint), (2, 64, 16, 8, hint)]
-    return judge.judge_cases(answer, right_bytes, cases)
-
-
-@exercise
-def strip_step_s(answer: Callable[..., float]) -> Verdict:
-    """Seconds of a step with strips, from the arguments of ``theory.spatial.strip_step_s``."""
-    per_byte = "Each message costs beta for each of its bytes, beside alpha."
-    cases = [
-        (1.0, 4, 0, 0, 0.0, 0.0, "The ranks share the arithmetic."),
-        (1.0, 2, 10, 0, 0.01, 0.0, "Each message costs its latency alpha once."),
-        (1.0, 2, 10, 1000, 0.01, 1e-5, per_byte),
-    ]
-    return judge.judge_cases(answer, spatial.strip_step_s, cases)
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="reduce")
+    return passing_verdict("4 and 3 ranks hold one device's gradients")
 
 
 def _judge_traffic(ranks: int, index: int, sent: Totals, *, passes: int = 1) -> None:
     # An answer that gathers the whole image has right numbers too, and no use.
-    out = _outgoing(sent)
+    out = outgoing(sent)
     messages = passes * ((index > 0) + (index < ranks - 1))
     strip, _ = rank_tasks("forward", ranks)[index]
     halos = messages * strip[..., FIRST].nbytes
@@ -200,11 +135,12 @@ def _judge_traffic(ranks: int, index: int, sent: Totals, *, passes: int = 1) -> 
     expect(is_right, said, traffic_text({"send": [messages, halos]}), hint)
 
 
-def _outgoing(sent: Totals) -> Totals:
+def outgoing(sent: Totals) -> Totals:
+    """Return what a rank sends, without what it receives."""
     return {name: total for name, total in sent.items() if name != "recv"}
 
 
-def _judge_padding(ranks: int, index: int, found: Tensor | str, what: str = "forward") -> None:
+def judge_padding(ranks: int, index: int, found: Tensor | str, what: str = "forward") -> None:
     """Raise WrongAnswer, with the origin of wrong columns, unless a padded strip is right."""
     _, expected = rank_tasks(what, ranks)[index]
     got, caught = _expect_strip(found, expected, expected[..., BETWEEN]), ""
@@ -264,12 +200,15 @@ def _judge_gradient(ranks: int, index: int, found: Tensor | str, what: str = "")
         ("last", LAST, index + 1, from_right, from_left),
     ):
         part, own_part, kept = (each[..., columns] for each in (got, own, padded))
-        likely, more = {"this rank's own gradient alone": own_part}, ": no rank is beyond"
+        likely, more = (
+            {"this rank's own gradient alone": own_part},
+            " alone, since no neighbour is there",
+        )
         if 0 <= owner < ranks:
             likely[f"what rank {owner} sent, alone: assigned, not added"] = arrived
             more = f" plus what rank {owner} sends"
         likely |= {
-            "with the other neighbour's gradient added": own_part + swapped,
+            "this rank's own gradient plus that of the wrong neighbour": own_part + swapped,
             "with the halo's gradient added that should have been sent": own_part + kept,
         }
         right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"

@@ -1,16 +1,14 @@
-"""Checks of lab 5, tensor parallelism and two mesh axes."""
+"""Checks of lab 5, tensor parallelism and a mesh of two axes."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-import labkit
 from labkit.checks import judge
 from labkit.checks.judge import Verdict, exercise
 from labkit.checks.on_ranks import judge_on_ranks
@@ -49,20 +47,7 @@ ERROR_HINTS = {
 _on_meshes = partial(judge_on_ranks, "two_dim", sizes=tuple(MESH_SHAPES))
 GROUP_WAIT_HINT = "does every rank of the group call the same all-reduces, in the same order?"
 _on_groups = partial(_on_meshes, waiting=GROUP_WAIT_HINT, hints=ERROR_HINTS)
-CUT_HINTS = {
-    "column": "The first layer is cut by rows of its weight, dim 0, and its bias with it.",
-    "row": "The second layer is cut by columns of its weight, dim 1; its bias stays whole.",
-}
-# Hints by collective along an axis, and by axis.
-COUNT_HINTS = {
-    "tp/all_reduce": (
-        "Forward, each pair sums its parts; backward, each but the first the gradient of its input."
-    ),
-    "data/all_gather": "Each MLP is a unit of FSDP, gathered for both passes.",
-    "data/reduce_scatter": "Each unit's gradients are reduced once.",
-    "tp": "Along tp activations are added up, which is an all-reduce.",
-    "data": "Along data FSDP gathers parameters and reduce-scatters gradients.",
-}
+CUT_HINT = "The second layer is cut by columns of its weight, dim 1; its bias stays whole."
 
 
 @exercise
@@ -113,98 +98,79 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
 
 
 @exercise
-def tp_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 2: bytes of a step's all-reduces along tp, from (tokens, dim, mlps)."""
-    once = "One all-reduce sums a tensor of tokens x dim numbers, 4 bytes each."
-    first = "The first MLP's input are samples: nothing needs their gradient."
-    backward = "Backward, too, ranks add up: the gradient of an MLP's input."
-    # One MLP has one all-reduce, forward; each further one has two.
-    cases = [
-        (1, 1, 1, f"{once} {first}"),
-        (1, 1, 3, f"Forward there is one all-reduce for each MLP. {backward}"),
-        (32, 8, 3, once),
-        (8, 16, 2, backward),
-    ]
+def pair_ends(copy: Any, total: Any, timeout_s: float = 30) -> Verdict:
+    """Exercise 2: autograd functions of (x, group) where x enters a pair and where parts leave it.
 
-    def right_bytes(tokens: int, dim: int, mlps: int) -> int:
-        sent = theory.activation_collectives([(dim, 4 * dim)] * mlps, tokens, 2)
-        return sent["tp/all_reduce_bytes"]
-
-    return judge.judge_cases(answer, right_bytes, cases)
-
-
-@exercise
-def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 3: forward x, backward the sum over a group; from (x, group)."""
-    in_words = "as it is forward, summed over the group backward"
-    return _judge_function(answer, "copy", timeout_s, in_words)
-
-
-@exercise
-def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 4: forward the sum over a group, backward the gradient; from (part, group)."""
-    in_words = "summed over the group forward, as it is backward"
-    return _judge_function(answer, "sum", timeout_s, in_words)
-
-
-def _judge_function(answer: Any, what: str, timeout_s: float, in_words: str) -> Verdict:
-    """Compare what an autograd.Function returns in both passes, as ``FUNCTION_RULES`` say."""
-    is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
-    said = f"{judge.value_text(answer)} is no torch.autograd.Function"
-    judge.expect(is_function, said, hint="Hand over the class, by its name.")
-    # The base class has both methods, so only those of the class itself count.
-    if not {"forward", "backward"} & vars(answer).keys():
+    ``copy`` returns x, and sums its gradient over the group; ``total`` does the reverse.
+    """
+    answers = dict(zip(ranks_two_dim.ENDS, (copy, total), strict=True))
+    for answer in answers.values():
+        is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
+        said = f"{judge.value_text(answer)} is no torch.autograd.Function"
+        judge.expect(is_function, said, hint="Hand over the class, by its name.")
+    empty = {what: _has_empty_methods(answer) for what, answer in answers.items()}
+    if all(empty.values()):
         raise judge.NotAttempted
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        judge.expect_tensor(sent["got"], rank_tensors(index)[0])
-        missing = "The first value that backward returns is the gradient."
-        judge.expect(sent["grad"] is not None, "x got no gradient", hint=missing)
-        _, tp = MESH_SHAPES[ranks]
-        start = index - index % tp
-        for number, (when, rule, hint) in enumerate(FUNCTION_RULES[what]):
-            every = torch.stack([rank_tensors(rank)[number] for rank in range(ranks)])
-            own, group = every[index], every[start : start + tp].sum(0)
-            likely = {
-                "its own tensor": own,
-                SUM: group,
-                "the mean over its group": group / tp,
-                f"the sum over all {ranks} ranks": every.sum(0),
-                "the sum, added up once more": tp * group,
-                "the mean over its group, times 2": 2 * group / tp,
-            }
-            got, given = PASS_TENSORS[when]
-            right, other = group if rule == SUM else own, "something else"
-            said = f"{when} returned"
-            how: dict[str, Any] = {"expected": rule, "hint": hint}
-            judge.expect_close(sent[got], right, said, likely, other, **how, **TOLERANCES)
-            said = f"{when} changed the tensor that it was given"
-            hint = "It may be used elsewhere: clone it, then all-reduce the clone."
-            judge.expect(judge.is_tensor_close(sent[given], own), said, hint=hint)
-            said, hint = f"{when} returned the right numbers, but sends", "A sum is one all-reduce."
-            usual = {"tp/all_reduce": [1, own.nbytes]} if rule == SUM else {}
-            expect_traffic(sent["sent"][when], usual, said, hint)
+        for what, answer in answers.items():
+            if not empty[what]:
+                _judge_end(answer.__name__, what, ranks, index, sent[what])
 
-    _on_groups(answer, judge=judge_rank, timeout_s=timeout_s, name_rank=True, what=what)
-    return judge.passing_verdict(f"{in_words}, on {MESHES_TEXT} ranks")
+    _on_groups(copy, total, judge=judge_rank, timeout_s=timeout_s, name_rank=True, what="ends")
+    if any(empty.values()):
+        done, left = sorted(answers, key=empty.__getitem__)
+        said = f"{answers[done].__name__} is right, and {answers[left].__name__} is still empty"
+        return Verdict("not attempted", said)
+    passed = "one all-reduce backward where x enters, one forward where the parts leave"
+    return judge.passing_verdict(f"{passed}, on {MESHES_TEXT} ranks")
 
 
-@exercise
-def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 5: a rank's share of the first layer, from (layer, group), on real ranks."""
-    return _judge_layer(answer, "column", timeout_s, "one all-reduce backward, none forward")
+def _has_empty_methods(answer: type) -> bool:
+    """Tell whether no method of a class does anything, beyond a call of the base's ``__init__``."""
+    methods = [getattr(answer, name) for name, each in vars(answer).items() if callable(each)]
+    codes = [each.__code__ for each in methods if hasattr(each, "__code__")]
+    return all(
+        judge.is_empty_code(code) or {*code.co_names} <= {"super", "__init__"} for code in codes
+    )
+
+
+def _judge_end(name: str, what: str, ranks: int, index: int, sent: dict[str, Any]) -> None:
+    """Compare what an autograd.Function returns in both passes, as ``FUNCTION_RULES`` say."""
+    judge.expect_tensor(sent["got"], rank_tensors(index)[0], name=name)
+    missing = "The first value that backward returns is the gradient."
+    judge.expect(sent["grad"] is not None, f"with {name}, x got no gradient", hint=missing)
+    _, tp = MESH_SHAPES[ranks]
+    start = index - index % tp
+    for number, (when, rule, hint) in enumerate(FUNCTION_RULES[what]):
+        every = torch.stack([rank_tensors(rank)[number] for rank in range(ranks)])
+        own, group = every[index], every[start : start + tp].sum(0)
+        likely = {
+            "its own tensor": own,
+            SUM: group,
+            "the mean over its group": group / tp,
+            f"the sum over all {ranks} ranks": every.sum(0),
+            "the sum, added up once more": tp * group,
+            "the mean over its group, times 2": 2 * group / tp,
+        }
+        got, given = PASS_TENSORS[when]
+        right, other = group if rule == SUM else own, "something else"
+        said = f"{name}.{when} returned"
+        how: dict[str, Any] = {"expected": rule, "hint": hint}
+        judge.expect_close(sent[got], right, said, likely, other, **how, **TOLERANCES)
+        said = f"{name}.{when} changed the tensor that it was given"
+        hint = "It may be used elsewhere: clone it, then all-reduce the clone."
+        judge.expect(judge.is_tensor_close(sent[given], own), said, hint=hint)
+        said = f"{name}.{when} returned the right numbers, but sends"
+        usual = {"tp/all_reduce": [1, own.nbytes]} if rule == SUM else {}
+        expect_traffic(sent["sent"][when], usual, said, "A sum is one all-reduce.")
 
 
 @exercise
 def row_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 6: a rank's share of the second layer, from (layer, group), on real ranks."""
-    return _judge_layer(answer, "row", timeout_s, "one all-reduce forward, none backward")
-
-
-def _judge_layer(answer: Any, which: str, timeout_s: float, passed: str) -> Verdict:
-    """Compare each rank's share with labkit's own: parameters, results, gradients, calls."""
+    """Exercise 3: a rank's share of the second layer, from (layer, group), on real ranks."""
     # A class is never empty for judge_on_ranks, which looks at the code of functions.
-    if isinstance(answer, type) and not {"__init__", "forward"} & vars(answer).keys():
+    if isinstance(answer, type) and _has_empty_methods(answer):
         raise judge.NotAttempted
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
@@ -212,27 +178,27 @@ def _judge_layer(answer: Any, which: str, timeout_s: float, passed: str) -> Verd
         _, tp = MESH_SHAPES[ranks]
         # A wrong share on one rank makes the results of others wrong, so all are judged first.
         for rank, held in enumerate(sent["parameters"]):
-            _judge_parameters(held, right["parameters"], which, rank, tp)
+            _judge_parameters(held, right["parameters"], rank, tp)
         if "error" in sent:
             said = f"{where} forward raised {sent['error']}"
-            raise judge.WrongAnswer(said, hint=CUT_HINTS[which])
+            raise judge.WrongAnswer(said, hint=CUT_HINT)
         _judge_passes(where, sent, right, right["parameters"][index], tp)
-        hint = "The output's gradient must reach the product. Add the bias last, on every rank."
+        hint = "Add the bias last, after the sum, on every rank."
+        bias, whole = sent["gradients"]["bias"], right["gradients"]["bias"]
+        if bias is not None and judge.is_tensor_close(tp * bias, whole, **TOLERANCES):
+            hint = f"Each rank used 1/{tp} of the bias. Add the whole bias, after the sum."
         _judge_gradients(sent["gradients"], right["gradients"], hint, where=f"{where} ")
         for when in ("forward", "backward"):
             said = f"the numbers are right, but in the {when} pass rank {index} sends"
-            hint = "A layer of the pair needs one all-reduce, in one direction."
+            hint = "This layer needs one all-reduce, in the forward pass."
             expect_traffic(sent[when], right[when], said, hint)
 
-    _on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what=which)
-    return judge.passing_verdict(
-        f"output and gradients are the whole layer's on {MESHES_TEXT} ranks, with {passed}"
-    )
+    _on_groups(answer, judge=judge_rank, timeout_s=timeout_s, what="row")
+    passed = f"output and gradients are the whole layer's on {MESHES_TEXT} ranks"
+    return judge.passing_verdict(f"{passed}, with one all-reduce forward, none backward")
 
 
-def _judge_parameters(
-    held: Any, shares: list[dict[str, Tensor]], which: str, index: int, tp: int
-) -> None:
+def _judge_parameters(held: Any, shares: list[dict[str, Tensor]], index: int, tp: int) -> None:
     """Expect a rank's share of weight and bias, and nothing else; text names another type."""
     where = f"on rank {index},"
     said = f"{where} what you made is a {held}, no nn.Module"
@@ -242,13 +208,20 @@ def _judge_parameters(
     judge.expect(held.keys() == shares[index].keys(), said, "weight, bias", hint)
     for name, right in shares[index].items():
         said, shape = f"{where} the {name} has shape {[*held[name].shape]}", [*right.shape]
-        judge.expect([*held[name].shape] == shape, said, shape, CUT_HINTS[which])
-        likely = {
-            f"the share of place {place} in the group": share[name]
-            for place, share in enumerate(shares[:tp])
-        }
-        got, said, other = held[name], f"{where} the {name} is", "no share of the layer's"
-        hint, wants = "Take part dist.get_rank(group), its place there.", f"place {index % tp}"
+        judge.expect([*held[name].shape] == shape, said, shape, CUT_HINT)
+        likely: dict[str, Any]
+        if name == "bias":
+            likely = {f"the layer's divided by {tp}": right / tp}
+            wants, other = "the layer's", "not the layer's"
+            hint = "Keep it whole on every rank, and add it once, after the sum."
+        else:
+            likely = {
+                f"the share of place {place} in the group": share[name]
+                for place, share in enumerate(shares[:tp])
+            }
+            wants, other = f"place {index % tp}", "no share of the layer's"
+            hint = "Take part dist.get_rank(group), its place there."
+        got, said = held[name], f"{where} the {name} is"
         # A share is a copy.
         how: dict[str, Any] = {"expected": wants, "hint": hint, "rtol": 0, "atol": 0}
         judge.expect_close(got, right, said, likely, otherwise=other, **how)
@@ -263,9 +236,8 @@ def _judge_passes(
         said = f"{where} forward returned {got}, not a tensor"
         raise judge.WrongAnswer(said, hint="Does every path return?")
     said, shape = f"{where} the output has shape {[*got.shape]}", [*output.shape]
-    hint = "Column-parallel: this rank's features. Row-parallel: all of them."
+    hint = "It returns the whole output, not this rank's features."
     judge.expect([*got.shape] == shape, said, shape, hint)
-    # If the layer is column-parallel, only the first two can happen: its part is the output.
     part, alone = right["given"] @ share["weight"].T, "is this rank's part alone"
     twice = "Add the bias after the sum: every rank adds it."
     likely = {
@@ -276,7 +248,7 @@ def _judge_passes(
         alone: (part + bias, "Sum the parts over the group."),
         f"{alone}, without bias": (part, "Sum over the group, then add the bias."),
     }
-    hint = "Multiply; if row-parallel, sum over the group; add the bias."
+    hint = "Multiply, sum over the group, add the bias."
     wrong = "is not the layer's"
     said = f"{where} the output"
     judge.expect(got.dtype == output.dtype, f"{said} is {got.dtype}", output.dtype)
@@ -284,50 +256,16 @@ def _judge_passes(
     got, gradient = sent["grad"], right["grad"]
     hint = "Compute with x itself: no detach(), no .data."
     judge.expect(got is not None, f"{where} the input got no gradient", hint=hint)
-    share_alone = right["arrived"] @ share["weight"]
     times = "Something is summed that every rank has whole already."
-    adds = "Every rank used all of x: their gradients add up."
-    likely = {
-        f"is {tp} times the layer's": (tp * gradient, times),
-        "is this rank's share alone": (share_alone, adds),
-    }
+    likely = {f"is {tp} times the layer's": (tp * gradient, times)}
     said = f"{where} the gradient of the input"
-    hint = "Column-parallel: copy_to_ranks before the product. Row-parallel: nothing before it."
+    hint = "Use sum_over_ranks on the product, and nothing before it."
     judge.expect_close(got, gradient, said, likely, otherwise=wrong, hint=hint, **TOLERANCES)
 
 
 @exercise
-def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 7: how often each collective runs along each axis, as ``{"tp/all_reduce": 5}``.
-
-    A run of two_dim measured the right counts; raise ValueError if it has none by axis.
-    """
-    counts = [name for name in result.summary() if "/" in name and name.endswith("_count")]
-    measured = {name.removesuffix("_count"): int(result.value(name)) for name in counts}
-    if not measured:
-        rule = "take a run of two_dim that measures"
-        raise ValueError(f"this run counted no collective along an axis: {rule}")
-    found = judge.call_answer(answer)
-    said = f"{judge.answer_name(answer)}() gave {judge.value_text(found)}"
-    judge.expect(isinstance(found, Mapping), f"{said}, not a dict such as {{'tp/all_reduce': 1}}")
-    for name in found:
-        known = isinstance(name, str) and name.split("/")[0] in ("tp", "data")
-        hint = "A key is an axis, tp or data, and a collective, with a / between: 'tp/all_reduce'."
-        judge.expect(known, f"the key {judge.value_text(name)} names no axis", hint=hint)
-    # Names that only one of the two has are judged too, as a count of 0.
-    for name in [*found, *measured]:
-        mine, counted = found.get(name, 0), measured.get(name, 0)
-        is_right = isinstance(mine, Integral) and mine == counted
-        hint = COUNT_HINTS.get(name) or COUNT_HINTS[name.split("/")[0]]
-        said, expected = f"{name}: you say {judge.value_text(mine)}", "which the ranks counted"
-        judge.expect(is_right, said, f"{counted}, {expected}", hint)
-    seen = ", ".join(f"{count} {name}" for name, count in sorted(measured.items()))
-    return judge.passing_verdict(f"{seen}, as counted")
-
-
-@exercise
 def message_share(answer: Callable[..., float]) -> Verdict:
-    """Exercise 8: time of tp's messages over that of computing, with the arguments of theory's."""
+    """Exercise 5: time of tp's messages over that of computing, with the arguments of theory's."""
     pair = "Two all-reduces for a pair, forward and backward, of 2 (tp - 1) / tp of their bytes."
     cases = [
         (4, 2, 24.0, 1.0, 2, pair),
@@ -341,44 +279,28 @@ def message_share(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def block_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 9: a plan for ``Block``, attention and gated MLP, on real ranks."""
-    passed = "every matrix shared out, four all-reduces along tp"
+    """Exercise 4: a plan for a transformer block, attention and gated MLP, on real ranks."""
+    passed = "every matrix shared out"
+    calls = theory.BLOCK_SUMS
 
     def enough(tp: int) -> tuple[int, int]:
-        return 4, 4 * ACTIVATION_BYTES
+        return calls, calls * ACTIVATION_BYTES
 
-    return _judge_plan(answer, "block", timeout_s, passed, enough)
-
-
-@exercise
-def words_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 10: a plan for ``Words``, an embedding and the last layer, on real ranks."""
-    passed = "output and gradients, and both tables shared out"
-    return _judge_plan(answer, "words", timeout_s, passed)
+    return judge_plan(answer, "block", timeout_s, passed, enough)
 
 
-@exercise
-def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 11: a plan for ``MLPStack`` that shards the sequence between the MLPs."""
-    passed = "output and gradients, every matrix and the sequence shared out"
-
-    # Of five all-reduces four become a reduce-scatter, and an all-gather of a rank's tokens.
-    def enough(tp: int) -> tuple[int, int]:
-        return 9, 5 * ACTIVATION_BYTES + 4 * ACTIVATION_BYTES // tp
-
-    return _judge_plan(answer, "stack", timeout_s, passed, enough)
-
-
-def _judge_plan(
+def judge_plan(
     answer: Callable[[], Any],
     model: str,
     timeout_s: float,
     passed: str,
     most_sent: Callable[[int], tuple[int, int]] | None = None,
+    judge_rest: Callable[[dict[str, Any], int], None] | None = None,
 ) -> Verdict:
     """Train with the plan on ranks and on one device, and compare: the output first.
 
-    ``most_sent`` returns the calls and bytes along ``tp`` that are enough for that many ranks.
+    ``most_sent`` returns the calls and bytes along ``tp`` that are enough for that many ranks;
+    ``judge_rest`` looks at what a rank returned, before what it sent.
     """
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
@@ -393,9 +315,8 @@ def _judge_plan(
         hint = "A layout in the plan says something about a tensor that is not so."
         _judge_gradients(sent["gradients"], gradients, hint)
         _judge_plan_memory(sent["held"], gradients)
-        # The stack's exercise is about the sequence between its MLPs.
-        if model == "stack":
-            _judge_sequence(sent["between"]["layers.0"][1], tp)
+        if judge_rest:
+            judge_rest(sent, tp)
         if most_sent:
             _judge_plan_traffic(sent["sent"], *most_sent(tp))
 
@@ -426,10 +347,10 @@ def _judge_plan_output(output: Tensor, right: Tensor) -> None:
     judge.expect_close(output, right, "the output", {}, wrong, hint=hint, **TOLERANCES)
 
 
-def _judge_plan_memory(held: Mapping[str, int], gradients: Mapping[str, Tensor]) -> None:
+def _judge_plan_memory(held: Mapping[str, list[int]], gradients: Mapping[str, Tensor]) -> None:
     # A plan that names no layer computes the right thing, and saves no memory.
-    matrices = {name: each.numel() for name, each in gradients.items() if each.ndim > 1}
-    if whole := [name for name, elements in matrices.items() if held[name] == elements]:
+    matrices = {name: [*each.shape] for name, each in gradients.items() if each.ndim > 1}
+    if whole := [name for name, shape in matrices.items() if held[name] == shape]:
         said = f"every rank holds all of {', '.join(whole)}: nothing is shared out there"
         hint = "Every layer is named in the plan, as a column- or a row-parallel one."
         raise judge.WrongAnswer(said, hint=hint)
@@ -443,14 +364,6 @@ def _judge_plan_traffic(sent: Totals, most_calls: int, most_bytes: int) -> None:
     hint = "Between the two layers of a pair nothing need be gathered."
     wants = f"at most {most_calls} calls with {most_bytes:,} bytes along tp"
     judge.expect(calls <= most_calls and size <= most_bytes, said, wants, hint)
-
-
-def _judge_sequence(tokens_between: int, tp: int) -> None:
-    tokens = ranks_two_dim.TOKENS
-    if tokens_between == tokens:
-        said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
-        hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
-        raise judge.WrongAnswer(said, expected=str(tokens // tp), hint=hint)
 
 
 def _stop_place(sent: Mapping[str, Any]) -> str:

@@ -65,8 +65,8 @@ def read_lab(path: Path) -> Lab:
 def find_lab(name: str) -> Lab:
     """Return a lab by the notebook's name, its number, or its short name; else ParameterError."""
     wanted = name.removesuffix(".ipynb")
-    # The number of a lab may be given without its leading zero.
-    wanted = wanted.zfill(2) if wanted.isdigit() else wanted
+    # The number of a lab, such as "2" or "0b", may be given without its leading zero.
+    wanted = f"0{wanted}" if wanted[:1].isdigit() and len(wanted.rstrip("b")) == 1 else wanted
     for lab in all_labs():
         if wanted and wanted in (lab.name, lab.name.partition("_")[0], lab.key):
             return lab

@@ -27,6 +27,7 @@ class Exercise:
     """Bodies of wrong answers, at least three, by what their verdict says first; all different."""
 
 
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
 
 
@@ -40,8 +41,15 @@ def changed(lab: str, name: str, *lines: tuple[str, str]) -> str:
     """
     (source,) = SOURCES.glob(f"{lab}_*.py")
     (text,) = re.split(rf"^(?:def|class) {name}\(", source.read_text(), flags=re.MULTILINE)[1:]
-    body = textwrap.dedent(text.split("### BEGIN SOLUTION\n")[1].split("    ### END SOLUTION")[0])
+    body = solution(re.split(r"^(?:# %%|def |class )", text, flags=re.MULTILINE)[0])
     for old, new in lines:
         assert body.count(old) == 1, f"{old!r} stands {body.count(old)} times in the answer to {name}"
         body = body.replace(old, new)
     return body
+
+
+def solution(text: str) -> str:
+    """What stands from the first mark of a solution to the last, of a class with the heads of methods between."""
+    inside = text.partition(f"{BEGIN}\n")[2].rpartition(f"{END}")[0].rstrip(" ")
+    lines = [line for line in inside.splitlines() if line.strip() not in (BEGIN, END)]
+    return textwrap.dedent("\n".join(lines) + "\n")

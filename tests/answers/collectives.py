@@ -14,6 +14,18 @@ for step in range({steps}):
     parts[comes] = {put}
 return torch.cat(parts)
 """
+FIRST_PASS = """
+parts = list(mine.clone().tensor_split(ranks))
+for step in range({steps}):
+    leaves, comes = (rank - step) % {size}, (rank - step - 1) % {size}
+    arrived = torch.empty_like(parts[comes])
+    handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
+    for handle in handles:
+        handle.wait()
+    parts[comes] = {put}
+return {result}
+"""
+ADDED, FINISHED = "parts[comes] + arrived", "parts[(rank + 1) % ranks]"
 TRAIN = """
 for parameter in model.parameters():
     {broadcast}
@@ -78,139 +90,64 @@ return everyone[rank - 1]
     ),
     Exercise(
         "0.2",
-        "after_reduce_scatter",
-        checks.after_reduce_scatter,
+        "ring_reduce_scatter",
+        checks.ring_reduce_scatter,
         {
-            "after_reduce_scatter([[1, 2], [10, 20]], rank=1) gave all sums": "return [sum(x) for x in zip(*held)]",
-            "after_reduce_scatter([[1, 2], [10, 20]], rank=1) gave this rank's own": """
-size = len(held[0]) // len(held)
-return held[rank][rank * size : (rank + 1) * size]
+            "on rank 0, the result is part 0, added up over 1 of 4 ranks": FIRST_PASS.format(
+                steps="ranks - 1", size="ranks", put=ADDED, result="parts[rank]"
+            ),
+            "on rank 0, the result is part 2, added up over 3 of 4 ranks": FIRST_PASS.format(
+                steps="ranks - 2", size="ranks", put=ADDED, result="parts[comes]"
+            ),
+            "on rank 0, the result is not part 1 of the sum": FIRST_PASS.format(
+                steps="ranks - 1", size="ranks", put="arrived", result=FINISHED
+            ),
+            "on rank 0, the result is a whole vector": FIRST_PASS.format(
+                steps="ranks - 1", size="ranks", put=ADDED, result="torch.cat(parts)"
+            ),
+            "right on 4 ranks, but with 3 ranks: on rank ": FIRST_PASS.format(
+                steps="3", size="4", put=ADDED, result="parts[(rank + 1) % 4]"
+            ),
+            "on rank 0, the numbers are right, but all_reduce was used": """
+dist.all_reduce(mine)
+return mine.tensor_split(ranks)[(rank + 1) % ranks]
 """,
-            "after_reduce_scatter([[1, 2], [10, 20]], rank=1) gave the first part": """
-return [sum(x) for x in zip(*held)][: len(held[0]) // len(held)]
-""",
-            "after_reduce_scatter([[1, 2], [10, 20]], rank=1) gave sums of each": "return [sum(x) for x in held]",
+            "on rank 0, the numbers are right, but 108 bytes": RING.format(
+                steps="2 * (ranks - 1)", put="parts[comes] + arrived if step < ranks - 1 else arrived"
+            ).replace("torch.cat(parts)", FINISHED),
+            "on rank 0, the result is right, but mine was changed in place": FIRST_PASS.format(
+                steps="ranks - 1", size="ranks", put=ADDED, result=FINISHED
+            )
+            .replace("mine.clone()", "mine")
+            .replace("parts[comes] = parts[comes] +", "parts[comes] +="),
+            "on rank 0, the result is right, but in torch.float64": FIRST_PASS.format(
+                steps="ranks - 1", size="ranks", put=ADDED, result=FINISHED + ".double()"
+            ),
         },
     ),
     Exercise(
         "0.3",
-        "all_reduce_in_two",
-        checks.all_reduce_in_two,
-        {
-            "on rank 0, the sums are right, made by all_reduce": "dist.all_reduce(mine)\nreturn mine",
-            "on rank 0, the shape is (3,)": """
-part = torch.empty_like(mine[: len(mine) // ranks])
-dist.reduce_scatter(part, list(mine.chunk(ranks)))
-return part
-""",
-            "right on 4 ranks, but with 3 ranks: on rank ": """
-parts = list(mine.chunk(4))
-part, sums = torch.empty_like(parts[0]), [torch.empty_like(parts[0]) for each in parts]
-dist.reduce_scatter(part, parts)
-dist.all_gather(sums, part)
-return torch.cat(sums)
-""",
-            "on rank 0, the sums are right, made by all_gather, broadcast, reduce_scatter": """
-parts = list(mine.chunk(ranks))
-part, sums = torch.empty_like(parts[0]), [torch.empty_like(parts[0]) for each in parts]
-dist.reduce_scatter(part, parts)
-dist.all_gather(sums, part)
-total = torch.cat(sums)
-dist.broadcast(total, 0)
-return total
-""",
-            "on rank 0, part 0 of 12 numbers begins": """
-parts = list(mine.chunk(ranks))
-sums = [torch.empty_like(part) for part in parts]
-dist.reduce_scatter(sums[0], parts)
-dist.all_gather(sums, parts[rank])
-return torch.cat(sums)
-""",
-            "on rank 0, the result is the mean": """
-parts = list(mine.chunk(ranks))
-part, sums = torch.empty_like(parts[0]), [torch.empty_like(part) for part in parts]
-dist.reduce_scatter(part, parts)
-dist.all_gather(sums, part)
-return torch.cat(sums) / ranks
-""",
-        },
-    ),
-    Exercise(
-        "0.4",
-        "ring_bytes",
-        checks.ring_bytes,
-        {
-            "ring_bytes(handed_bytes=1000, ranks=2) gave 2,000": "return 2 * handed_bytes",
-            "ring_bytes(handed_bytes=1000, ranks=2) gave 500": "return (ranks - 1) * handed_bytes / ranks",
-            "ring_bytes(handed_bytes=1000, ranks=4) gave 1,000": "return handed_bytes",
-            "ring_bytes(handed_bytes=1000, ranks=4) gave 3,000": "return (ranks - 1) * handed_bytes",
-        },
-    ),
-    Exercise(
-        "0.5",
-        "fitted",
-        checks.fitted,
-        {
-            "fitted of a network with known alpha and beta gave beta first, then alpha": """
-fastest = {size: min(times) for size, times in rounds.items()}
-small, large = min(fastest), max(fastest)
-beta = (fastest[large] - fastest[small]) / (large - small)
-return beta, fastest[small] - beta * small
-""",
-            "fitted of a network with known alpha and beta gave the numbers of disturbed rounds": """
-mean = {size: sum(times) / len(times) for size, times in rounds.items()}
-small, large = min(mean), max(mean)
-beta = (mean[large] - mean[small]) / (large - small)
-return mean[small] - beta * small, beta
-""",
-            "fitted of a network with known alpha and beta gave a beta that has a latency inside": """
-small, large = min(rounds), max(rounds)
-beta = min(rounds[large]) / large
-return min(rounds[small]) - beta * small, beta
-""",
-            "fitted of a network with known alpha and beta gave an alpha that has the small message's bytes": """
-small, large = min(rounds), max(rounds)
-return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - small)
-""",
-        },
-    ),
-    Exercise(
-        "0.6",
-        "train",
-        checks.train,
-        {
-            "on rank 0, the model trained alone": TRAIN.format(broadcast=FIRST, zero=ZERO, average="pass"),
-            "on rank 0, the model used the sum of all gradients": TRAIN.format(
-                broadcast=FIRST, zero=ZERO, average="dist.all_reduce(parameter.grad)"
-            ),
-            "on rank 0, the model averaged gradients of different models": TRAIN.format(
-                broadcast="pass", zero=ZERO, average=MEAN
-            ),
-            "on rank 0, the model added the gradients of earlier steps": TRAIN.format(
-                broadcast=FIRST, zero="pass", average=MEAN
-            ),
-            "right on 4 ranks, but with 3 ranks: on rank 0, the model ended with": TRAIN.format(
-                broadcast=FIRST, zero=ZERO, average=MEAN.replace("dist.get_world_size()", "4")
-            ),
-            "on rank 0, the model has the weights that it began with": "for parameter in model.parameters():\n    "
-            + FIRST,
-        },
-    ),
-    Exercise(
-        "0.7",
         "ring_all_reduce",
         checks.ring_all_reduce,
         {
+            "on rank 0, the result is right, but mine was changed in place": RING.format(
+                steps="2 * (ranks - 1)", put="PUT"
+            )
+            .replace("mine.clone()", "mine")
+            .replace("parts[comes] = PUT", "parts[comes].mul_(step < ranks - 1).add_(arrived)"),
+            "a rank received more than its tensor holds": RING.format(
+                steps="2 * (ranks - 1)", put="parts[comes] + arrived if step < ranks - 1 else arrived"
+            ).replace("torch.empty_like(parts[comes])", "mine.new_empty(1)"),
             "on rank 0, only part 1 is the sum": RING.format(steps="ranks - 1", put="parts[comes] + arrived"),
             "on rank 0, part 0 is the sum with numbers added once more": RING.format(
                 steps="2 * (ranks - 1)", put="parts[comes] + arrived"
             ),
-            "on rank 0, part 0 of 8 numbers begins": RING.format(steps="2 * (ranks - 1)", put="arrived"),
+            "on rank 0, of 8 numbers, part 0 begins": RING.format(steps="2 * (ranks - 1)", put="arrived"),
             "right on 4 ranks, but with 3 ranks: on rank ": RING.format(
                 steps="6", put="parts[comes] + arrived if step < 3 else arrived"
             ).replace("% ranks", "% 4"),
             "on rank 0, the numbers are torch.float64": "total = mine.double()\ndist.all_reduce(total)\nreturn total",
-            "on rank 0, the sums are right, but all_reduce was used": "dist.all_reduce(mine)\nreturn mine",
+            "on rank 0, the numbers are right, but all_reduce was used": "dist.all_reduce(mine)\nreturn mine",
             "on rank 0, the numbers are right, but 216 bytes": """
 total = mine.clone()
 for distance in range(1, ranks):
@@ -225,22 +162,53 @@ return total
         },
     ),
     Exercise(
-        "0.8",
-        "tokens_that_pay",
-        checks.tokens_that_pay,
+        "0.4",
+        "train",
+        checks.train,
         {
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 100.0, half": """
-return (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
-""",
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 600.0, tokens": """
-return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 2
-""",
-            "tokens_that_pay(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 0.005, the": """
-return 6 * bytes_per_s / flops_per_s / (2 * (ranks - 1) / ranks * gradient_bytes)
-""",
-            "tokens_that_pay(flops_per_s=4e+14, bytes_per_s=5e+10, ranks=8, gradient_bytes=2) gave 2,666.66": """
-return gradient_bytes / bytes_per_s * flops_per_s / 6
-""",
+            "on rank 0, the model trained alone": TRAIN.format(broadcast=FIRST, zero=ZERO, average="pass"),
+            "on rank 0, the model used the sum of all gradients": TRAIN.format(
+                broadcast=FIRST, zero=ZERO, average="dist.all_reduce(parameter.grad)"
+            ),
+            "on rank 0, the model averaged gradients of different models": TRAIN.format(
+                broadcast="pass", zero=ZERO, average=MEAN
+            ),
+            "on rank 0, the model used the sum over different models": TRAIN.format(
+                broadcast="pass", zero=ZERO, average="dist.all_reduce(parameter.grad)"
+            ),
+            "on rank 0, the model added up means of different models": TRAIN.format(
+                broadcast="pass", zero="pass", average=MEAN
+            ),
+            "on rank 0, the model added up sums of different models": TRAIN.format(
+                broadcast="pass", zero="pass", average="dist.all_reduce(parameter.grad)"
+            ),
+            "on rank 0, the model added the gradients of earlier steps": TRAIN.format(
+                broadcast=FIRST, zero="pass", average=MEAN
+            ),
+            "right on 4 ranks, but with 3 ranks: on rank 0, the model ended with": TRAIN.format(
+                broadcast=FIRST, zero=ZERO, average=MEAN.replace("dist.get_world_size()", "4")
+            ),
+            "on rank 0, the model has the weights that it began with": "for parameter in model.parameters():\n    "
+            + FIRST,
+        },
+    ),
+    Exercise(
+        "0.5",
+        "step_seconds",
+        checks.step_seconds,
+        {
+            "step_seconds(compute_s=6.0, gradient_bytes=0, ranks=4, latency_s=0.0, bytes_per_s=1e+06) gave 6.0": (
+                "return compute_s + 2 * (ranks - 1) * (latency_s + gradient_bytes / ranks / bytes_per_s)"
+            ),
+            "step_seconds(compute_s=0.0, gradient_bytes=0, ranks=4, latency_s=0.1, bytes_per_s=1e+06) gave 0.1": (
+                "return compute_s / ranks + latency_s + 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s"
+            ),
+            "step_seconds(compute_s=0.0, gradient_bytes=0, ranks=4, latency_s=0.1, bytes_per_s=1e+06) gave 0.3": (
+                "return compute_s / ranks + (ranks - 1) * (latency_s + gradient_bytes / ranks / bytes_per_s)"
+            ),
+            "step_seconds(compute_s=0.0, gradient_bytes=1000000, ranks=4, latency_s=0.0, bytes_per_s=1e+06) gave 6.0": (
+                "return compute_s / ranks + 2 * (ranks - 1) * (latency_s + gradient_bytes / bytes_per_s)"
+            ),
         },
     ),
 ]

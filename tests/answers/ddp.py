@@ -7,12 +7,12 @@ from answers import Exercise
 from labkit.checks import ddp as checks
 
 changed = functools.partial(answers.changed, "04")
-FIT = "fitted of a network with known alpha and beta gave "
-FIRST_PASS = "on rank 0, in backward pass 0, "
+PLAN = "bucket_plan"
+FIRST = "on rank 0, "
+FIRST_PASS = "on rank 0, in the first backward pass, "
 THREE = "right on 2 ranks, but with 3 ranks: on rank 0, "
-HALF_MIB = "bucket_plan([524288], bucket_mb=25, first_mb=1) gave "
-BUCKET = "smallest_bucket(total_bytes=1000000, backward_s={}, alpha_s=0.01, beta_s_per_byte=1e-06) gave {}"
-HALVES = "bucket_plan([524288, 524288, 524288, 524288], bucket_mb=0.5, first_mb=1) gave "
+TIMES = "bucket_times"
+TWO = "([[0, 1], [2]], [100, 200, 300], [2, 4, 8], alpha=3, beta=0.25)"
 
 
 def averaged(mean, flat="flat"):
@@ -31,156 +31,131 @@ nn.utils.vector_to_parameters({mean}, [parameter.grad for parameter in model.par
 EXERCISES = [
     Exercise(
         "4.1",
-        "fitted",
-        checks.fitted,
+        "bucket_plan",
+        checks.bucket_plan,
         {
-            FIT + "(1e-09, 0.0001), beta first": changed(
-                "fitted",
-                (
-                    "return alpha, (typical[few] - few * alpha) / total_bytes",
-                    "return (typical[few] - few * alpha) / total_bytes, alpha",
-                ),
+            PLAN + "([4], bucket_bytes=10) gave [[4]]: each of 1 positions must be in one bucket": changed(
+                "bucket_plan", ("append(position)", "append(size)")
             ),
-            FIT + "(9e-05, 9e-10), the numbers of the fastest round": changed(
-                "fitted", ("statistics.median(times)", "min(times)")
+            PLAN + "([4], bucket_bytes=10) gave [[], [0]]: a bucket is empty": changed(
+                "bucket_plan", ("buckets, held = [], 0", "buckets, held = [[]], bucket_bytes")
             ),
-            FIT + "(0.000153, 1.53e-09), the numbers of the mean round": changed(
-                "fitted", ("statistics.median(times)", "statistics.mean(times)")
+            PLAN + "([4], bucket_bytes=10) gave []: each of 1 positions must be in one bucket": (
+                "buckets, open_bucket, held = [], [], 0\n"
+                "for position, size in enumerate(sizes):\n"
+                "    open_bucket.append(position)\n"
+                "    held += size\n"
+                "    if held >= bucket_bytes:\n"
+                "        buckets.append(open_bucket)\n"
+                "        open_bucket, held = [], 0\n"
+                "return buckets"
             ),
-            FIT + "(0.000105, 9.95e-10), an alpha that has bytes inside": changed(
-                "fitted", ("(typical[many] - typical[few]) / (many - few)", "typical[many] / many")
+            PLAN + "([4, 4, 4, 4], bucket_bytes=8) gave [[0, 1], [2], [3]]": changed(
+                "bucket_plan", ("        held = 0\n", "")
             ),
-            FIT + "(0.0001, 1.1e-09), a beta that has latency inside": changed(
-                "fitted", ("(typical[few] - few * alpha)", "typical[few]")
+            PLAN + "([4, 4, 4, 4], bucket_bytes=8) gave [[0, 1, 2], [3]]": changed(
+                "bucket_plan", ("held >= bucket_bytes", "held > bucket_bytes")
             ),
-            FIT + "(0.0001, 2.1e-08), the right alpha and another beta": changed(
-                "fitted", ("(typical[few] - few * alpha)", "typical[many]")
+            PLAN + "([2, 5, 5], bucket_bytes=5) gave [[0], [1], [2]]": changed(
+                "bucket_plan", ("held >= bucket_bytes", "held + size > bucket_bytes")
             ),
         },
     ),
     Exercise(
         "4.2",
-        "bucket_plan",
-        checks.bucket_plan,
+        "average_buckets",
+        checks.average_buckets,
         {
-            HALF_MIB + "[[524288]]: each of 1 positions must be in one bucket": changed(
-                "bucket_plan", ("append(position)", "append(size)")
+            FIRST + "the gradient of parameter 0 is the sum over the ranks": changed(
+                "average_buckets", ("row /= dist.get_world_size()", "pass")
             ),
-            HALF_MIB + "[[], [0]]: a bucket is empty": changed(
-                "bucket_plan", ("buckets, held, limit = [], 0", "buckets, held, limit = [[]], 2**30")
+            FIRST + "the gradient of parameter 0 is this rank's own, divided": changed(
+                "average_buckets",
+                ("handle.wait()", "pass"),
+                ("row /= dist.get_world_size()", "row = row / dist.get_world_size()"),
             ),
-            "bucket_plan([524288, 1048576, 1048576], bucket_mb=25, first_mb=1) gave [[0, 1, 2]]": changed(
-                "bucket_plan", ("(bucket_mb if buckets else first_mb) * 2**20", "bucket_mb * 2**20")
+            f"{THREE}the gradient of parameter 0 is the sum, divided by 2": changed(
+                "average_buckets", ("row /= dist.get_world_size()", "row /= 2")
             ),
-            "bucket_plan([2097152, 3145728, 2097152, 3145728], bucket_mb=5, first_mb=5) gave [[0, 1, 2], [3]]": changed(
-                "bucket_plan", ("held >= limit", "held > limit")
+            "Give each piece its own shape back: piece.view_as(parameter).": changed(
+                "average_buckets", (".view_as(parameter)", "")
             ),
-            "bucket_plan([1000000, 100000, 1000000, 100000], bucket_mb=1, first_mb=1) gave [[0], [1, 2], [3]]": changed(
-                "bucket_plan",
-                ("(bucket_mb if buckets else first_mb) * 2**20", "(bucket_mb if buckets else first_mb) * 10**6"),
+            FIRST + "the gradients are right, but the rank sends 3 broadcast calls with 692 bytes": changed(
+                "average_buckets",
+                ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n    dist.broadcast(row, 0)"),
             ),
-            HALVES + "[[0], [1], [2], [3]]": changed(
-                "bucket_plan",
-                ("(bucket_mb if buckets else first_mb) * 2**20", "min(bucket_mb, first_mb) * 2**20"),
+            FIRST + "the gradients are right, but 1 of 3 buckets were waited for": changed(
+                "average_buckets",
+                (
+                    "for bucket, row, handle in in_flight:\n    handle.wait()",
+                    "in_flight[-1][2].wait()\n__import__('time').sleep(0.3)\nfor bucket, row, handle in in_flight:",
+                ),
             ),
         },
     ),
     Exercise(
         "4.3",
-        "bounded_buckets",
-        checks.bounded_buckets,
+        "send_full_buckets",
+        checks.send_full_buckets,
         {
-            "bounded_buckets([4, 4, 4], limit=10) gave [[0, 1, 2]]: bucket [0, 1, 2] holds 12 bytes": changed(
-                "bounded_buckets", ("held + size > limit", "held > limit")
+            FIRST_PASS + "no all-reduce was asked for": "[*buckets]",
+            FIRST_PASS + "each gradient had an all-reduce of its own": (
+                "in_flight = []\n"
+                "def arrived(parameter):\n"
+                "    row = parameter.grad.flatten()\n"
+                "    in_flight.append(([parameter], row, dist.all_reduce(row, async_op=True)))\n"
+                "    if len(in_flight) == sum(map(len, buckets)):\n"
+                "        finish(in_flight)\n"
+                "        in_flight.clear()\n"
+                "for bucket in buckets:\n"
+                "    for parameter in bucket:\n"
+                "        parameter.register_post_accumulate_grad_hook(arrived)"
             ),
-            "bounded_buckets([4, 4, 4], limit=10) gave 3 buckets": (
-                "return [[position] for position in range(len(sizes))]"
+            FIRST_PASS + "finish was never called": changed("send_full_buckets", ("finish(in_flight)", "pass")),
+            FIRST_PASS + "all-reduces of 188 bytes were asked for": changed(
+                "send_full_buckets",
+                ("lambda _, index=index: arrived(index)", "lambda _: arrived(0)"),
             ),
-            "bounded_buckets([5, 5, 5, 5], limit=10) gave 4 buckets": changed(
-                "bounded_buckets", ("held + size > limit", "held + size >= limit")
+            "A row was made of gradients that are not there yet": changed(
+                "send_full_buckets",
+                ("lambda _, index=index: arrived(index)", "lambda _: arrived(index)"),
             ),
-            "bounded_buckets([4, 4, 4], limit=10) gave [[2], [0, 1]]: the order changed": changed(
-                "bounded_buckets", ("return buckets", "return buckets[::-1]")
+            FIRST_PASS + "the first bucket left after the last gradient was there": changed(
+                "send_full_buckets",
+                (
+                    "in_flight.append((buckets[index], row, dist.all_reduce(row, async_op=True)))",
+                    "in_flight.append((buckets[index], row))",
+                ),
+                (
+                    "finish(in_flight)",
+                    "finish([(bucket, row, dist.all_reduce(row, async_op=True)) for bucket, row in in_flight])",
+                ),
             ),
-            "bounded_buckets([], limit=10) gave [[]]: a bucket is empty": changed(
-                "bounded_buckets", ("return buckets", "return buckets or [[]]")
+            FIRST_PASS + "the rank waited while 3 gradients were still to come": changed(
+                "send_full_buckets",
+                (
+                    "dist.all_reduce(row, async_op=True)))",
+                    "dist.all_reduce(row, async_op=True)))\n        in_flight[-1][2].wait()",
+                ),
+            ),
+            "finish got NoneType as the handle of a bucket": changed("send_full_buckets", (", async_op=True", "")),
+            "on rank 0, in the second backward pass, no all-reduce was asked for": changed(
+                "send_full_buckets", ("missing[:] = [len(bucket) for bucket in buckets]", "pass")
+            ),
+            "on rank 0, in the second backward pass, finish got 6 buckets": changed(
+                "send_full_buckets", ("in_flight.clear()", "pass")
+            ),
+            FIRST_PASS + "all is right, but the rank sends 3 broadcast calls with 692 bytes besides": changed(
+                "send_full_buckets",
+                (
+                    "finish(in_flight)",
+                    "finish(in_flight)\n        [dist.broadcast(row, 0) for _, row, _ in in_flight]",
+                ),
             ),
         },
     ),
     Exercise(
         "4.4",
-        "small_ddp",
-        checks.small_ddp,
-        {
-            FIRST_PASS + "no all-reduce was asked for": "list(model.parameters())",
-            FIRST_PASS + "each gradient had an all-reduce of its own": (
-                "def average(parameter):\n"
-                "    dist.all_reduce(parameter.grad)\n"
-                "    parameter.grad /= dist.get_world_size()\n"
-                "for parameter in model.parameters():\n"
-                "    parameter.register_post_accumulate_grad_hook(average)"
-            ),
-            FIRST_PASS + "one all-reduce carried all gradients": changed(
-                "small_ddp", ("], bucket_bytes)", "], 2**40)")
-            ),
-            FIRST_PASS + "all-reduces of 188, 288, 216 bytes were asked for": changed(
-                "small_ddp", ("list(model.parameters())[::-1]", "list(model.parameters())")
-            ),
-            FIRST_PASS + "the gradient of parameter 0 is the sum over the ranks": changed(
-                "small_ddp", ("row /= dist.get_world_size()", "pass")
-            ),
-            FIRST_PASS + "the gradient of parameter 0 is this rank's own, divided": changed(
-                "small_ddp",
-                ("handle.wait()", "pass"),
-                ("row /= dist.get_world_size()", "row = row / dist.get_world_size()"),
-            ),
-            FIRST_PASS + "the rank waited while 3 gradients were still to come": changed(
-                "small_ddp",
-                (
-                    "on_their_way.append((buckets[index], row, dist.all_reduce(row, async_op=True)))",
-                    "on_their_way.append((buckets[index], row, torch.futures.Future()))\n        dist.all_reduce(row)",
-                ),
-                ("handle.wait()", "pass"),
-            ),
-            FIRST_PASS + "the first bucket left after the last gradient was there": changed(
-                "small_ddp",
-                (
-                    "on_their_way.append((buckets[index], row, dist.all_reduce(row, async_op=True)))",
-                    "on_their_way.append((buckets[index], row, None))",
-                ),
-                ("handle.wait()", "dist.all_reduce(row)"),
-            ),
-            "on rank 0, in backward pass 1, no all-reduce was asked for": changed(
-                "small_ddp", ("missing[:] = [len(bucket) for bucket in buckets]", "pass")
-            ),
-            "on rank 0, in backward pass 1, the rank waited 6 times, before 3": changed(
-                "small_ddp", ("on_their_way.clear()", "pass")
-            ),
-            f"{THREE}in backward pass 0, the gradient of parameter 0 is the sum, divided by 2": changed(
-                "small_ddp", ("row /= dist.get_world_size()", "row /= 2")
-            ),
-            FIRST_PASS + "all is right, but the rank sends 3 broadcast calls with 692 bytes besides": (
-                changed(
-                    "small_ddp",
-                    ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n        dist.broadcast(row, 0)"),
-                )
-            ),
-            FIRST_PASS + "all is right, but the rank sends 1 broadcast call with 4 bytes besides": changed(
-                "small_ddp",
-                (
-                    "missing = [",
-                    "model.register_forward_hook(lambda *_: dist.broadcast(torch.ones(1), src=0))\nmissing = [",
-                ),
-            ),
-            FIRST_PASS + "all-reduces of 376, 504, 504 bytes were asked for": changed(
-                "small_ddp",
-                ("for parameter in buckets[index]])", "for parameter in buckets[index]]).double()"),
-                ("row /= dist.get_world_size()", "row = row.float() / dist.get_world_size()"),
-            ),
-        },
-    ),
-    Exercise(
-        "4.5",
         "arrivals",
         checks.arrivals,
         {
@@ -196,6 +171,27 @@ EXERCISES = [
                 "for place in sorted(range(len(ready)), key=ready.__getitem__):\n"
                 "    arrived[place] = free = max(ready[place], free) + takes[place]\n"
                 "return arrived"
+            ),
+        },
+    ),
+    Exercise(
+        "4.5",
+        "bucket_times",
+        checks.bucket_times,
+        {
+            TIMES
+            + "([[0]], [100], [2], alpha=3, beta=0.25): the buckets travel [25.0], without their latency": changed(
+                "bucket_times", ("alpha + beta * sum", "beta * sum")
+            ),
+            TIMES + TWO + ": the buckets are full at [2.0, 8.0]": changed("bucket_times", ("bucket[-1]", "bucket[0]")),
+            TIMES + TWO + ": the buckets travel [81.0, 78.0], with a latency for each gradient": changed(
+                "bucket_times", ("alpha + beta * sum", "alpha * len(bucket) + beta * sum")
+            ),
+            TIMES + "([[0]], [100], [2], alpha=3, beta=0.25) gave [2], not two lists": changed(
+                "bucket_times", ("return full, takes", "return full")
+            ),
+            TIMES + TWO + ": the buckets travel [28.0, 78.0], which is wrong": changed(
+                "bucket_times", ("beta * sum(sizes[place] for place in bucket)", "beta * sizes[bucket[0]]")
             ),
         },
     ),
@@ -225,7 +221,7 @@ EXERCISES = [
                 ("backward(*batches[-1])", "backward(*batches[-2])\nbackward(*batches[-1])"),
             ),
             f"{THREE}the gradient of parameter 0 is the sum, divided by 2": averaged("flat / 2"),
-            f"{THREE}the gradient of parameter 0 is another": changed("accumulate", ("len(batches)", "3")),
+            f"{THREE}the gradient of parameter 0 is not one device's": changed("accumulate", ("len(batches)", "3")),
             "on rank 0, the gradients are right, but the rank sends 6 broadcast calls with 692 bytes besides": (
                 changed(
                     "accumulate",
@@ -240,87 +236,6 @@ EXERCISES = [
             "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 1,384 bytes": averaged(
                 "(flat / dist.get_world_size()).float()", "flat.double()"
             ),
-        },
-    ),
-    Exercise(
-        "4.7",
-        "handed_bytes",
-        checks.handed_bytes,
-        {
-            "handed_bytes(parameters=1000, micro_batches=1, no_sync=False, bf16=False) gave 1,000": changed(
-                "handed_bytes", ("(2 if bf16 else 4) * ", "")
-            ),
-            "handed_bytes(parameters=1000, micro_batches=1, no_sync=False, bf16=True) gave 4,000": changed(
-                "handed_bytes", ("(2 if bf16 else 4)", "4")
-            ),
-            "handed_bytes(parameters=1000, micro_batches=4, no_sync=False, bf16=False) gave 4,000": changed(
-                "handed_bytes", (" * (1 if no_sync else micro_batches)", "")
-            ),
-            "handed_bytes(parameters=1000, micro_batches=4, no_sync=True, bf16=False) gave 16,000": changed(
-                "handed_bytes", ("(1 if no_sync else micro_batches)", "micro_batches")
-            ),
-        },
-    ),
-    Exercise(
-        "4.8",
-        "half_hook",
-        checks.half_hook,
-        {
-            "on rank 0, the gradient of parameter 0 is the sum over the ranks": changed(
-                "half_hook", (" / dist.get_world_size()", "")
-            ),
-            "on rank 0, the gradients are right, but the rank sends 1 all_reduce call with 692 bytes": changed(
-                "half_hook", (".to(torch.bfloat16) /", " /")
-            ),
-            "on rank 0, the gradient of parameter 0 is this rank's own": changed(
-                "half_hook", ("future.value()[0].to(torch.float32)", "bucket.buffer()")
-            ),
-            "return a future of a tensor": "dist.all_reduce(bucket.buffer())\nreturn bucket.buffer()",
-            f"{THREE}the gradient of parameter 0 is the sum, divided by 2": changed(
-                "half_hook", ("/ dist.get_world_size()", "/ 2")
-            ),
-            "on rank 0, the gradients are right, but the rank sends 1 broadcast call with 346 bytes besides": changed(
-                "half_hook", ("handle =", "dist.broadcast(half.clone(), src=0)\nhandle =")
-            ),
-            "on rank 0, the gradients are right, but the rank sends float16": changed(
-                "half_hook", ("torch.bfloat16", "torch.float16")
-            ),
-            "on rank 0, the gradients are right, but the future holds torch.bfloat16": changed(
-                "half_hook", (".to(torch.float32)", "")
-            ),
-        },
-    ),
-    Exercise(
-        "4.9",
-        "early_uses",
-        checks.early_uses,
-        {
-            "for the program [1 extern a x; 2 collective a; 3 other a] early_uses gave []": "return []",
-            "for the program [1 collective a b; 2 wait b; 3 kernel b y; 4 kernel a y; 5 other] early_uses gave []": (
-                changed("early_uses", ("-= set(line.buffers)", "= set()"))
-            ),
-            "for the program [1 collective a; 2 collective a; 3 wait a; 4 other a] early_uses gave []": changed(
-                "early_uses", ("elif in_flight &", 'elif line.kind != "collective" and in_flight &')
-            ),
-            "for the program [1 collective a b; 2 kernel a b; 3 wait a; 4 wait b; 5 other] early_uses gave [2, 2]": (
-                changed(
-                    "early_uses",
-                    ("elif in_flight & set(line.buffers):", "else:"),
-                    ("found.append(line.number)", "found += [line.number] * len(in_flight & set(line.buffers))"),
-                )
-            ),
-        },
-    ),
-    Exercise(
-        "4.10",
-        "smallest_bucket",
-        checks.smallest_bucket,
-        {
-            BUCKET.format(2.0, "5,000"): changed(
-                "smallest_bucket", ("backward_s - total_bytes * beta_s_per_byte", "backward_s")
-            ),
-            BUCKET.format(2.0, "100.0"): changed("smallest_bucket", ("total_bytes * alpha_s / room", "room / alpha_s")),
-            BUCKET.format(0.5, "-20,000"): (changed("smallest_bucket", (' if room > 0 else float("inf")', ""))),
         },
     ),
 ]

@@ -1,6 +1,6 @@
 """Lab 1."""
 
-from answers import Exercise, changed
+from answers import Exercise
 from labkit.checks import spatial as checks
 from launch import convnext_spatial
 
@@ -44,11 +44,8 @@ def backward(ctx, grad):
 """
 
 
-TIME = "strip_step_s(plain_s=1.0, ranks={}, messages={}, message_bytes={}, alpha_s={}, beta_s_per_byte={}) gave "
-
-
 def with_earlier_answers(function_class):
-    """The check of exercise 1.6, whose answer uses those of 1.4 and 1.5, as it does in the notebook."""
+    """The check of exercise 1.4, whose answer uses those of 1.2 and 1.3, as it does in the notebook."""
     for member in vars(function_class).values():
         if isinstance(member, staticmethod):
             earlier = {name: getattr(convnext_spatial, name) for name in ("exchange_halo", "return_gradients")}
@@ -59,41 +56,6 @@ def with_earlier_answers(function_class):
 EXERCISES = [
     Exercise(
         "1.1",
-        "local_columns",
-        checks.local_columns,
-        {
-            "local_columns(width=256, ranks=1, stage=0) gave 256": "return width // ranks",
-            "local_columns(width=256, ranks=4, stage=1) gave 16": "return width // 4 // ranks",
-            "local_columns(width=256, ranks=4, stage=0) gave 64": "return width // 4 // 2**stage",
-            "local_columns(width=256, ranks=4, stage=1) gave 8.0, a float": "return width / (4 * 2**stage) / ranks",
-        },
-    ),
-    Exercise(
-        "1.2",
-        "placements",
-        checks.placements,
-        {
-            "images: along data you say Shard(3), so the ranks along data hold different columns": """
-return {"images": [Shard(3), Shard(0)], "weights": [Replicate(), Replicate()],
-        "gradients": [Partial(), Partial()], "logits": [Shard(0), Replicate()]}
-""",
-            "weights: along data you say Shard(0), so the ranks along data hold different samples": """
-return {"images": [Shard(0), Shard(3)], "weights": [Shard(0), Shard(3)],
-        "gradients": [Partial(), Partial()], "logits": [Shard(0), Replicate()]}
-""",
-            "gradients: along data you say Replicate(), so the ranks along data hold the same numbers": """
-return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
-        "gradients": [Replicate(), Replicate()], "logits": [Shard(0), Replicate()]}
-""",
-            "logits: along space you say Partial(), so the tensor is the sum of what the ranks along space hold": """
-return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
-        "gradients": [Partial(), Partial()], "logits": [Shard(0), Partial()]}
-""",
-            "images: [Shard(dim=3)] is no list of two placements": 'return {"images": [Shard(3)]}',
-        },
-    ),
-    Exercise(
-        "1.3",
         "halo_bytes",
         checks.halo_bytes,
         {
@@ -109,7 +71,7 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         },
     ),
     Exercise(
-        "1.4",
+        "1.2",
         "exchange_halo",
         checks.halo_exchange,
         {
@@ -135,7 +97,7 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         },
     ),
     Exercise(
-        "1.5",
+        "1.3",
         "return_gradients",
         checks.halo_gradient,
         {
@@ -143,7 +105,7 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             "on rank 0, the last 3 columns are what rank 1 sent, alone: assigned, not added": HOME
             + "if rank > 0:\n    own[..., :halo] = from_left\nif rank < ranks - 1:\n    own[..., -halo:] = from_right\n"
             + "return own",
-            "on rank 0, the first 3 columns are with the other neighbour's gradient added": HOME
+            "on rank 0, the first 3 columns are this rank's own gradient plus that of the wrong neighbour": HOME
             + "own[..., :halo] += from_right\nown[..., -halo:] += from_left\nreturn own",
             "on rank 0, the shape is (2, 3, 5, 14)": HOME + "return grad",
             "right on 4 ranks, but with 3 ranks: on rank 2, the last 3 columns are with the halo's": HOME.replace(
@@ -154,10 +116,13 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             + HOME
             + ADDED,
             "on rank 0, the numbers are torch.float64": HOME + f"{ADDED}.double()",
+            "on rank 0, the result is right, but the gradient that was given is changed": (HOME + ADDED).replace(
+                "halo:-halo].clone()", "halo:-halo]"
+            ),
         },
     ),
     Exercise(
-        "1.6",
+        "1.4",
         "HaloExchange",
         with_earlier_answers,
         {
@@ -179,56 +144,46 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         },
     ),
     Exercise(
-        "1.7",
-        "sends_nothing",
-        checks.sends_nothing,
+        "1.5",
+        "reduce_gradients",
+        checks.reduce_gradients,
         {
-            "on rank 0, the rank sends 1 send call with 360 bytes": OUT + PADDED,
-            "on rank 0, the rank sends 1 all_gather call with 1,920 bytes": TO_ALL + changed("01", "sends_nothing"),
-            "right on 4 ranks, but with 3 ranks: on rank 2, the test of ones caught it: the last 3": changed(
-                "01", "sends_nothing", ("rank < ranks - 1", "rank < 3")
-            ),
-            "on rank 0, the numbers are torch.float64": changed(
-                "01", "sends_nothing", ("strip, right", "strip.double(), right")
-            ),
-            "on rank 0, the test of ones caught it: the last 3 columns are all zero": (
-                "return torch.nn.functional.pad(strip, (halo, halo))"
-            ),
-            "on rank 0, the test of ones caught it: the first 3 columns are all one": (
-                "return torch.cat([strip[..., :halo], strip, strip[..., -halo:]], dim=-1)"
-            ),
-        },
-    ),
-    Exercise(
-        "1.8",
-        "activation_bytes",
-        checks.activation_bytes,
-        {
-            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 12": (
-                "return 12 * batch * channels * height * width"
-            ),
-            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 24": (
-                "return 6 * batch * channels * height * width * 4"
-            ),
-            "activation_bytes(batch=2, channels=32, height=32, width=64) gave 3,145,728": (
-                "return 12 * channels * height * width * 4"
-            ),
-        },
-    ),
-    Exercise(
-        "1.9",
-        "strip_step_s",
-        checks.strip_step_s,
-        {
-            TIME.format(4, 0, 0, 0.0, 0.0) + "1": (
-                "return plain_s + messages * (alpha_s + message_bytes * beta_s_per_byte)"
-            ),
-            TIME.format(2, 10, 0, 0.01, 0.0) + "0.51": (
-                "return plain_s / ranks + alpha_s + messages * message_bytes * beta_s_per_byte"
-            ),
-            TIME.format(2, 10, 1000, 0.01, 1e-05) + "0.61": (
-                "return plain_s / ranks + messages * alpha_s + message_bytes * beta_s_per_byte"
-            ),
+            "on rank 0, the gradients of cut are this rank's own part, not reduced": """
+for gradient in cut:
+    dist.all_reduce(gradient.clone())
+""",
+            "on rank 0, the gradients of cut are divided by the number of ranks": """
+for gradient in cut:
+    dist.all_reduce(gradient)
+    gradient /= dist.get_world_size()
+""",
+            "on rank 0, the gradients of head are multiplied by the number of ranks": """
+for gradient in cut + head:
+    dist.all_reduce(gradient)
+""",
+            "on rank 0, the gradients of head are divided by the number of ranks": """
+for gradient in cut:
+    dist.all_reduce(gradient)
+for gradient in head:
+    gradient /= dist.get_world_size()
+""",
+            "right on 4 ranks, but with 3 ranks: on rank 0, the gradients of cut are wrong": """
+flat = torch.cat([gradient.flatten() for gradient in cut])
+dist.all_reduce(flat)
+flat *= dist.get_world_size() / 4
+for gradient, part in zip(cut, flat.split([gradient.numel() for gradient in cut])):
+    gradient.copy_(part.view_as(gradient))
+""",
+            "on rank 0, the numbers are right, but the rank sends 2 all_reduce calls": """
+for gradient in cut:
+    dist.all_reduce(gradient)
+""",
+            "on rank 0, the numbers are right, but the rank sends 4 all_reduce calls": """
+for gradient in cut + head:
+    dist.all_reduce(gradient)
+for gradient in head:
+    gradient /= dist.get_world_size()
+""",
         },
     ),
 ]

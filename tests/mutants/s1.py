@@ -326,7 +326,7 @@ MUTANTS: list[Mutant] = [
         "S1 apply_spatial input gradient",
         "local: the images' gradient is added up like those in buckets, and not divided",
         SPATIAL,
-        "_divide_gradient(images, mesh.size())",
+        "_divide_gradient(images, mesh.size() if reduces else 1)",
         "_divide_gradient(images, 1)",
         UNEVEN,
     ),

@@ -284,8 +284,8 @@ MUTANTS = [
         "S4 monkey patch",
         "the hooks are on a view that FSDP2 does not look at",
         SENT,
-        "local: Any = parameter._local_tensor\n",
-        "local: Any = parameter.to_local()\n",
+        "local, ranks = parameter._local_tensor, ",
+        "local, ranks = parameter.to_local(), ",
         TENSORS + "test_hooks_stay_on_an_uneven_shard_that_was_built_without_memory",
     ),
     Mutant(

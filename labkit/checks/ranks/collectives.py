@@ -20,25 +20,29 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is a key of ``VECTOR_LENGTHS``, or "train" for a training loop.
 
     Return ``got``, the answer's tensors or the names of other types, or the trained parameters;
-    for vectors also ``handed``, bytes by operation, and ``gloo``, results of gloo's all-reduce.
+    for vectors also ``handed``, bytes by operation, ``gloo``, results of gloo's all-reduce, and
+    ``changed``, whether the answer wrote into a vector.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
         return {"got": run_training(answer)}
     given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
+    mine = [vector.clone() for vector in given]
     with GroupTraffic() as traffic:
-        found = [answer(vector.clone(), index, ranks) for vector in given]
+        found = [answer(vector, index, ranks) for vector in mine]
     expect_all_waited(traffic)
+    changed = not all(map(torch.equal, mine, given))
     for vector in given:
         dist.all_reduce(vector)
     got = [each if isinstance(each, Tensor) else type(each).__name__ for each in found]
-    return {"got": got, "handed": traffic.bytes(), "gloo": given}
+    return {"got": got, "handed": traffic.bytes(), "gloo": given, "changed": changed}
 
 
 def expect_all_waited(traffic: GroupTraffic) -> None:
     """Raise WrongAnswer if the answer returned with messages of its own under way."""
     left = traffic.count_unwaited()
-    said = f"rank {dist.get_rank()} returned while {left} messages were under way"
+    messages = "1 message was" if left == 1 else f"{left} messages were"
+    said = f"rank {dist.get_rank()} returned while {messages} under way"
     expect(not left, f"{said}: call wait() on every handle")
 
 
@@ -77,11 +81,13 @@ def train_all_ranks(
     together: bool = True,
     factor: float = 1.0,
     forget: bool = True,
+    keep: bool = True,
     zero_last: bool = False,
 ) -> list[list[Tensor]]:
     """Simulate data-parallel training in this process and return the parameters of every rank.
 
-    The options are mistakes: weights of each rank's own, no mean, a factor, gradients not cleared.
+    The options are mistakes: weights of each rank's own, no mean, a factor, gradients not cleared,
+    and then those of the rank itself, where the mean was not kept.
     With ``zero_last`` the last layer's weight begins as zeros.
     """
     models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
@@ -97,6 +103,6 @@ def train_all_ranks(
             own = torch.stack([place.grad for place in places if place.grad is not None])
             used = factor * (own.mean(0).expand_as(own) if together else own)
             for place, gradient in zip(places, used, strict=True):
-                place.grad = gradient
+                place.grad = gradient if keep else place.grad
                 place.data -= LEARNING_RATE * gradient
     return [[place.detach() for place in model.parameters()] for model in models]

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import tensors
-from labkit.checks.judge import answer_name, expect
+from labkit.checks.judge import WrongAnswer, answer_name, error_text, expect
 from labkit.models.protocol import random_normal
 from labkit.session.counted_group import GroupTraffic
 from labkit.tensors import Extension, TwoTensor
-from labkit.torch_private import unsafe_preserve_version_counter
+from labkit.torch_private import TorchDispatchMode, unsafe_preserve_version_counter
 
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
@@ -25,12 +25,11 @@ HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
-# The dtypes to compute in, by hook: of TwoTensor, of one that also casts, and of int8 parameters.
-HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH_DTYPES}
 
 
 def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
-    """Train with a post-all-gather hook, a key of HOOK_DTYPES, or with a "codec"'s two functions.
+    """Train with what a learner wrote: "cast" is a TwoTensor's post-all-gather hook, "both" puts
+    two hooks onto a plain shard, and a "codec" is a pair, encode and decode.
 
     For hooks, return by dtype the answer's ``losses`` and what it ``sent``, calls and bytes by
     collective; the ``right_losses`` and ``right_sent`` of labkit's own hook; and the bytes of full
@@ -39,15 +38,17 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "codec":
         return run_codec(mesh, *answers)
+    if what == "both":
+        return {name_dtype(dtype): run_both(mesh, dtype, *answers) for dtype in BOTH_DTYPES}
     found = {}
-    for dtype in HOOK_DTYPES[what]:
+    for dtype in BOTH_DTYPES:
         # Before the answer's, which might change what labkit's own hook uses.
         with GroupTraffic() as usual:
-            right = train_steps(make_hook_model(mesh, what, dtype), STEPS)
-        model = make_hook_model(mesh, what, dtype, *answers)
+            right = train_steps(make_hook_model(mesh, dtype), STEPS)
+        model = make_hook_model(mesh, dtype, *answers)
         with GroupTraffic() as traffic:
             losses = train_steps(model, STEPS)
-        found[str(dtype).removeprefix("torch.")] = {
+        found[name_dtype(dtype)] = {
             "losses": losses,
             "sent": traffic.totals(),
             "right_losses": right,
@@ -57,16 +58,117 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     return found
 
 
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def run_both(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str, Any]:
+    """Train with the answer's hooks for int8; count also the calls of encode (``encoded``)."""
+    right = train_with_hooks(mesh, dtype, tensors.add_codec_hooks)
+    names = ("losses", "sent", "encoded")
+    expected = {f"right_{name}": right[name] for name in names}
+    return train_with_hooks(mesh, dtype, add_hooks) | expected
+
+
+def train_with_hooks(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str, Any]:
+    """Train a model whose shards have hooks from ``add_hooks(shard, rows, encode, decode)``."""
+    int8, encoded = tensors.EXTENSIONS["int8"], []
+
+    def encode(shard: Tensor) -> tuple[Tensor, ...]:
+        encoded.append(len(shard))
+        return int8.encode(shard)
+
+    def add_checked_hooks(shard: Tensor, rows: int) -> None:
+        add_hooks(shard, rows, encode, int8.decode)
+        check_hooks(shard, mesh, answer_name(add_hooks))
+        hooked: Any = shard
+        hooked.fsdp_post_all_gather = partial(call_hook, hooked.fsdp_post_all_gather, Tensor)
+
+    model = shard_layers(make_linear_stack(HOOK_WIDTHS), mesh, dtype)
+    tensors.hook_shards(model, add_checked_hooks)
+    encoded.clear()
+    with GroupTraffic() as traffic:
+        losses = train_steps(model, STEPS)
+    calls = len(encoded)
+    left = tensors.leak_bytes(model)
+    return {"losses": losses, "sent": traffic.totals(), "encoded": calls, "left": left}
+
+
+def check_hooks(shard: Any, mesh: DeviceMesh, name: str) -> None:
+    """Raise WrongAnswer unless both hooks are there and all ranks send equal sizes."""
+    for each in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        expect(callable(getattr(shard, each, None)), f"after {name} the shard has no {each}")
+    answer = shard.fsdp_pre_all_gather(mesh)
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    sent = answer[0] if is_pair else None
+    is_sendable = isinstance(sent, tuple | list) and all(isinstance(each, Tensor) for each in sent)
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    seen = f"fsdp_pre_all_gather gave {', '.join(type(each).__name__ for each in parts)}"
+    expect(is_sendable, f"{seen}, not two things, a tuple of the tensors to send and a note")
+    # FSDP2 would only fail, or wait for ever, in the all-gather.
+    sizes: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(sizes, [tuple(each.shape) for each in sent or ()])
+    for index, size in enumerate(sizes):
+        seen = f"rank {index} sends {size_text(size)}, and rank 0 {size_text(sizes[0])}"
+        expect(size == sizes[0], f"{seen}: every rank has to send `rows` rows, see pad_rows")
+
+
+def size_text(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Return shapes in words."""
+    return " and ".join(map(str, shapes)) or "nothing"
+
+
+class CastWatch(TorchDispatchMode):
+    """Notices numbers that are not finite and become integers, whose value is not defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_undefined = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        casts = {"aten._to_copy.default": 0, "aten.copy_.default": 1}  # to the place of the source
+        if str(func) in casts and not result.is_floating_point():
+            self.is_undefined |= not bool(args[casts[str(func)]].isfinite().all())
+        return result
+
+
 def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
     """Return the gathered ``weights`` by name; of one step, ``loss`` and what was ``sent``."""
     model = make_codec_model()
     # Outside of FSDP2, which would hide this mistake behind an error of its own.
-    sent = encode(next(model.parameters()).detach().clone())
+    with CastWatch() as casts:
+        sent = encode(next(model.parameters()).detach().clone())
     is_tuple = isinstance(sent, tuple) and all(isinstance(tensor, Tensor) for tensor in sent)
     given = type(sent).__name__
     expect(is_tuple, f"{answer_name(encode)} gave {given}, not a tuple of tensors")
+    seen = f"{answer_name(encode)} makes an integer of NaN or infinity, whose value is not defined"
+    expect(not casts.is_undefined, f"{seen}: is something divided by a row's largest number, 0?")
+
+    shorts: list[torch.dtype] = []
+
+    def decode_or_tell(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        try:
+            whole = decode(gathered, dtype)
+            # FSDP2 asks for float32 alone here. A decode without a cast shows in another dtype.
+            if not shorts and whole.dtype == dtype:
+                shorts.append(decode(gathered, torch.bfloat16).dtype)
+        except Exception as error:
+            shapes = [f"gathered[{i}] is {tuple(each.shape)}" for i, each in enumerate(gathered)]
+            seen = f"{answer_name(decode)} raised {error_text(error)}"
+            rule = "Which rows of the parameter does each number there belong to?"
+            got = f"From {mesh.size()} ranks, {' and '.join(shapes)}"
+            raise WrongAnswer(f"{seen.rstrip('.')}. {got}. {rule}") from error
+        seen = f"{answer_name(decode)} gave {name_dtype(shorts[0])}" if shorts else ""
+        asked = "when dtype was bfloat16: a policy may ask for it"
+        expect(shorts in ([], [torch.bfloat16]), f"{seen} {asked}")
+        return whole
+
     shard_layers(model, mesh, torch.float32)
-    tensors.extend_model(model, Extension(("tensor",) * len(sent), encode, decode))
+    tensors.extend_model(model, Extension(("tensor",) * len(sent), encode, decode_or_tell))
     weights: dict[str, Any] = {}
     # fully_shard also makes each linear layer an FSDPModule, which its type does not tell.
     unit: Any
@@ -111,19 +213,10 @@ def shard_layers(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> 
 
 
 def make_hook_model(
-    mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook | None = None
+    mesh: DeviceMesh, dtype: torch.dtype, hook: Hook | None = None
 ) -> nn.Sequential:
-    """Return a sharded model on int8 weights or pairs (w, 2 * w), with the hook or labkit's own."""
+    """Return a sharded model on pairs (w, 2 * w), with the hook or labkit's own."""
     model = make_linear_stack(HOOK_WIDTHS)
-    if what == "int8":
-        tensors.extend_model(shard_layers(model, mesh, dtype), "int8")
-        # FSDP2 looks for the hook on the local shards, see tensors.extend_parameter.
-        if hook:
-            for parameter in model.parameters():
-                local: Any = parameter._local_tensor  # type: ignore[attr-defined]
-                local.fsdp_post_all_gather = partial(call_hook, hook, Tensor)
-        return model
-
     method: Hook = hook or TwoTensor.fsdp_post_all_gather
 
     class Answered(TwoTensor):
@@ -163,7 +256,9 @@ def check_first_call(
     """Raise WrongAnswer unless a hook may return this on the first call."""
     parts = answer if isinstance(answer, tuple) else (answer,)
     is_pair = answer is parts and len(parts) == 2 and isinstance(parts[0], kind)
-    seen = f"on the first call the hook gave {', '.join(type(each).__name__ for each in parts)}"
+    # The class of the check's own tensors has a name that no learner has seen.
+    names = [kind.__name__ if isinstance(each, kind) else type(each).__name__ for each in parts]
+    seen = f"on the first call the hook gave {', '.join(names)}"
     rule = f"not two things, a {kind.__name__} and a tuple of the tensors to free"
     expect(is_pair, f"{seen}, {rule}")
     whole, freed = parts

@@ -1,28 +1,32 @@
 """Run a learner's functions that shard a small model, or average gradients around local experts."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.models.moe import MixtureOfExperts
+from labkit.parallel.small_fsdp import flatten_tensors, gather_and_free, shard_parameters
 from labkit.session.counted_group import GroupTraffic
 
-WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
+WIDTH, INNER, ROWS, RATE = 4, (5, 4), 3, 0.1
 
 
 def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
-    """Return results of ``run_small_fsdp`` for "units".
+    """Return results of ``run_sharding`` for "shard", of ``run_units`` for "gather" or "reduce".
 
     For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
     collective.
     """
-    if what == "units":
-        return run_small_fsdp(answer)
+    if what == "shard":
+        return run_sharding(answer)
+    if what in ("gather", "reduce"):
+        return run_units(answer, what)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     experts = {parameters[name] for name in expert_names(model)}
@@ -32,47 +36,143 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
     return {"gradients": gradients, "sent": traffic.totals()}
 
 
-def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Let the answer shard each unit of a small model, and train two steps.
+def run_sharding(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Let the answer cut two units, and return, for each, what it gave and left.
 
-    Return ``shards`` of all ranks, or names of other types. If their shape and dtype are right,
-    also ``outputs`` of both steps, ``gradients`` and calls and bytes ``sent`` in the first, and per
-    unit bytes of full parameters ``held`` by moment and of full gradients ``left`` at the end.
+    They are ``returned``, the names of types, and if these are right ``shards``, ``shapes`` of the
+    rows, bytes of full parameters ``held``, and parameters once the row was ``refilled``.
+    """
+    found: dict[str, Any] = {
+        name: [] for name in ("returned", "shards", "shapes", "held", "refilled")
+    }
+    for unit, whole in zip(two_units(), two_units(), strict=True):
+        given = answer(unit)
+        parts = given if isinstance(given, tuple | list) else [given]
+        kinds = [type(each).__name__ for each in parts]
+        found["returned"].append(", ".join(kinds))
+        if kinds != ["Parameter", "Tensor"]:
+            return found
+        shard, full = parts
+        # Memory that is gone cannot be read.
+        found["shared"] = shard.untyped_storage()._cdata == full.untyped_storage()._cdata
+        if found["shared"]:
+            return found
+        found["shards"].append(shard.detach().clone())
+        found["shapes"].append(full.shape)
+        found["held"].append(storage_bytes(unit))
+        row = flatten_tensors([each.detach() for each in whole.parameters()], dist.get_world_size())
+        if full.shape == row.shape:
+            full.untyped_storage().resize_(row.nbytes)
+            full.copy_(row)
+            found["refilled"].append([each.detach().clone() for each in unit.parameters()])
+    return found
+
+
+def run_units(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+    """Let the answer add its hooks to two units that labkit has cut, and train.
+
+    With "gather" the shards change between two steps, and gradients stay whole; with "reduce"
+    labkit gathers, and the shards are trained. Return ``outputs`` of both steps, ``gradients`` of
+    the first and of the second, ``again``, calls and bytes ``sent`` in the first, and per unit
+    bytes of full parameters ``held`` by moment and of full gradients ``left`` after it, and the
+    names of all-gathers that autograd ``recorded``. If a hook failed because gradients were
+    missing, return only ``early``: the step, and how many of a unit's gradients were there, of how
+    many.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
-    shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
-    given: list[Any] = [
-        each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__
-        for each in shards
-    ]
-    everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, given)
-    # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
-    wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),), torch.float32
-    for shard in chain(*everyone):
-        if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != wanted:
-            return {"shards": everyone}
-    held = {"at rest": [storage_bytes(unit) for unit in units]}
+    shards, held = [], {}
+    for unit in units:
+        shard, full = shard_parameters(unit)
+        if what == "reduce":
+            gather_and_free(unit, shard, full)
+        answer(unit, shard, full)
+        shards.append(shard)
 
     def note_first_unit(*_: Any) -> None:
         held["forward"] = [storage_bytes(units[0])]
 
     units[1].register_forward_pre_hook(note_first_unit)
     model = nn.Sequential(*units)
-    with GroupTraffic() as traffic:
+    with GroupTraffic() as traffic, note_recorded_gathers() as recorded:
         output = model(inputs)
-        (output - targets).square().mean().backward()
+        early = _run_backward(1, what, output, targets, units)
+    if early:
+        return {"early": early}
     held["after"] = [storage_bytes(unit) for unit in units]
-    gradients = [None if shard.grad is None else shard.grad.clone() for shard in shards]
     left = [sum(p.grad.nbytes for p in unit.parameters() if p.grad is not None) for unit in units]
+    gradients = _take_gradients(what, units, shards)
     with torch.no_grad():
-        for shard in shards:
-            if shard.grad is not None:
-                shard -= RATE * shard.grad
-        outputs = [output, model(inputs)]
-    found = {"shards": everyone, "outputs": outputs, "gradients": gradients}
-    return found | {"held": held, "left": left, "sent": traffic.totals()}
+        for shard, gradient in zip(shards, gradients, strict=True):
+            if what == "gather":
+                shard.add_(1)
+            elif gradient is not None:
+                shard.sub_(RATE * gradient)
+    second = model(inputs)
+    early = _run_backward(2, what, second, targets, units)
+    if early:
+        return {"early": early}
+    outputs = [output.detach(), second.detach()]
+    found = {"outputs": outputs, "gradients": gradients, "held": held, "left": left}
+    found["recorded"] = recorded
+    return found | {"again": _take_gradients(what, units, shards), "sent": traffic.totals()}
+
+
+def _run_backward(
+    step: int, what: str, output: Tensor, targets: Tensor, units: list[nn.Sequential]
+) -> list[int]:
+    """Run a backward pass; return step, gradients and parameters of a unit reduced too early."""
+    try:
+        (output - targets).square().mean().backward()
+    except Exception:
+        for unit in reversed(units):
+            parameters = [*unit.parameters()]
+            ready = sum(parameter.grad is not None for parameter in parameters)
+            # A hook that reduces before the last gradient finds None in the place of the others.
+            if what == "reduce" and 0 < ready < len(parameters):
+                return [step, ready, len(parameters)]
+        raise
+    return []
+
+
+@contextlib.contextmanager
+def note_recorded_gathers() -> Iterator[list[str]]:
+    """List the all-gathers whose input autograd would follow.
+
+    Gloo then refuses to fill the buffer. The group that counts calls does not, so it must be seen
+    here.
+    """
+    found: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **named: Any) -> Any:
+            tensors = [each for each in (*values, *named.values()) if isinstance(each, Tensor)]
+            if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+                found.append(name)
+            return function(*values, **named)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_gather_into_tensor", "all_gather"):
+            patched = noting(name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, patched))
+        yield found
+
+
+def _take_gradients(
+    what: str, units: list[nn.Sequential], shards: list[nn.Parameter]
+) -> list[Tensor | None]:
+    """Return and forget the shards' gradients, or with "gather" those of each unit, flat."""
+    if what == "reduce":
+        taken = [None if shard.grad is None else shard.grad.clone() for shard in shards]
+    else:
+        whole = [[p.grad for p in unit.parameters() if p.grad is not None] for unit in units]
+        ranks = dist.get_world_size()
+        taken = [flatten_tensors(each, ranks) if each else None for each in whole]
+    for parameter in [*shards, *(p for unit in units for p in unit.parameters())]:
+        parameter.grad = None
+    return taken
 
 
 def storage_bytes(unit: nn.Module) -> int:
@@ -82,12 +182,28 @@ def storage_bytes(unit: nn.Module) -> int:
     return sum({each._cdata: each.nbytes() for each in memory}.values())
 
 
+class LastFirst(nn.Sequential):
+    """Modules that compute in the reverse order of their registration."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Run the modules, the last one first."""
+        for module in reversed(self):
+            inputs = module(inputs)
+        return inputs
+
+
 def two_units() -> list[nn.Sequential]:
-    """Return two units, equal on all ranks, of 49 elements each: 2 and 3 ranks need padding."""
+    """Return two units, equal on all ranks, of 49 and 40 elements.
+
+    2 and 3 ranks need padding for the first, and 2 ranks need none for the second. The first
+    computes in the order of its parameters, the second in the reverse order.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = [(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
-    return [nn.Sequential(*each) for each in layers]
+        first, second = (
+            (nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH)) for inner in INNER
+        )
+        return [nn.Sequential(*first), LastFirst(*second)]
 
 
 def rank_batch(index: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from labkit.checks.ranks.collectives import expect_all_waited
@@ -23,17 +23,51 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     collective; and for "function" ``grad``, the gradient of the strip.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
+    if what == "reduce":
+        return run_reduction(answer, index, ranks)
     is_function = what == "function"
     given = rank_tasks("forward" if is_function else what, ranks)[index][0].clone()
     given.requires_grad_(is_function)
     call = answer.apply if is_function else answer  # type: ignore[attr-defined]
+    before = given.detach().clone()
     with GroupTraffic() as traffic:
         got = call(given, HALO, index, ranks)
         if is_function and isinstance(got, Tensor):
             got.backward(rank_tasks("backward", ranks)[index][0])
     expect_all_waited(traffic)
     got = got if isinstance(got, Tensor) else type(got).__name__
-    return {"got": got, "sent": traffic.totals(), "grad": given.grad}
+    kept = torch.equal(before, given.detach())
+    return {"got": got, "sent": traffic.totals(), "grad": given.grad, "kept": kept}
+
+
+def run_reduction(answer: Callable[..., Any], index: int, ranks: int) -> dict[str, Any]:
+    """Call the answer on this rank's gradients of a network, whose images are cut over the ranks.
+
+    Return ``own`` gradients, ``got``, what became of them, and those of one device as ``right``:
+    lists by "cut", what comes before the mean over the image, and "head".
+    """
+    own, right = (network_gradients(part) for part in ((index, ranks), (0, 1)))
+    got = {name: [each.clone() for each in gradients] for name, gradients in own.items()}
+    with GroupTraffic() as traffic:
+        answer(got["cut"], got["head"])
+    expect_all_waited(traffic)
+    return {"own": own, "right": right, "got": got, "sent": traffic.totals()}
+
+
+def network_gradients(part: tuple[int, int]) -> dict[str, list[Tensor]]:
+    """Return the gradients of the loss of whole images from one rank's strip of them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        cut, head = nn.Conv2d(3, 4, 1), nn.Linear(4, 5)
+        images, labels = torch.randn(6, 3, 2, 24), torch.randint(5, (6,))
+    index, ranks = part
+    # Only this strip's pixels have a gradient, as where other strips are on other ranks.
+    maps = cut(images).relu().tensor_split(ranks, dim=-1)
+    seen = [each if place == index else each.detach() for place, each in enumerate(maps)]
+    features = torch.cat(seen, dim=-1).mean(dim=(2, 3))
+    nn.functional.cross_entropy(head(features), labels).backward()
+    parameters = {"cut": cut.parameters(), "head": head.parameters()}
+    return {name: [each.grad for each in own] for name, own in parameters.items()}  # type: ignore[misc]
 
 
 def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:

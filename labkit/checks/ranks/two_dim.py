@@ -18,38 +18,27 @@ from torch.distributed.tensor import DTensor, parallel
 from torch.nn import functional
 
 from labkit.checks.judge import error_text, expect, value_text
+from labkit.models.blocks import TransformerBlock
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel, random_normal, random_tokens
-from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel
+from labkit.parallel.small_tensor_parallel import RowParallel
 from labkit.session.counted_group import GroupTraffic
 
 # 2 ranks, or 3, can share features, tokens, heads and words: PyTorch's plans need even shares.
-DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 12, 4, 6, 2, 18
+DIM, BATCH, TOKENS, HEAD_WIDTH, VOCABULARY_SIZE = 12, 4, 6, 2, 18
 INNER = 4 * DIM
 # Sizes of the axes data and tp, by the number of ranks.
 MESH_SHAPES = {4: (2, 2), 3: (1, 3)}
-# Input and output features of each layer of a pair.
-LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
-# labkit's own shares of each layer.
-OWN_LAYERS: dict[str, Callable[..., Any]] = {"column": ColumnParallel, "row": RowParallel}
+# The functions at a pair's ends, in the order of the check's arguments.
+ENDS = ("copy", "sum")
 CPU = torch.device("cpu")
 
 
-class Block(LabModel):
-    """Six attention heads, then a gated MLP, without norms. Keeps the shape [N, S, D]."""
+class Block(TransformerBlock, LabModel):
+    """One transformer block of six heads on features [4, 6, 12]."""
 
-    def __init__(self, dim: int, inner: int):
-        super().__init__()
-        linear = partial(nn.Linear, bias=False)
-        self.query, self.key, self.value, self.out = (linear(dim, dim) for _ in range(4))
-        self.gate, self.up, self.down = linear(dim, inner), linear(dim, inner), linear(inner, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = self.query(x), self.key(x), self.value(x)
-        q, k, v = (each.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for each in projected)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+    def __init__(self) -> None:
+        super().__init__(DIM, HEAD_WIDTH, INNER)
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """Return features [4, 6, 12]."""
@@ -85,30 +74,35 @@ class Stack(MLPStack):
 
 
 MODELS: dict[str, Callable[[], LabModel]] = {
-    "block": lambda: Block(DIM, INNER),
+    "block": Block,
     "words": lambda: Words(DIM, VOCABULARY_SIZE),
     "stack": Stack,
 }
 
 
-def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call a plan for one of ``MODELS``, an autograd.Function, or a layer of ``LAYER_SHAPES``."""
+def run_answer(*answers: Callable[..., Any], what: str) -> dict[str, Any]:
+    """Call a plan for one of ``MODELS``, both functions at a pair's ends, or its second layer."""
     # torch warns about a wrong plan; the learner gets the verdict instead.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     shape = MESH_SHAPES[dist.get_world_size()]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))
     if what in MODELS:
-        return run_plan(answer, mesh, what)
-    if what in LAYER_SHAPES:
+        return run_plan(answers[0], mesh, what)
+    if what == "row":
         # First, because an answer may change what labkit's own layer uses.
-        right = run_layer(OWN_LAYERS[what], mesh, what)
-        return {"right": right} | run_layer(answer, mesh, what)
-    return run_function(answer, mesh)
+        right = run_layer(RowParallel, mesh)
+        return {"right": right} | run_layer(answers[0], mesh)
+    return {name: run_function(each, mesh) for name, each in zip(ENDS, answers, strict=True)}
 
 
 def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """Run forward and backward of an autograd.Function on this rank's tensor and gradient."""
+    """Run forward and backward of an autograd.Function on this rank's tensor and gradient.
+
+    Returns:
+        What it ``got`` forward, the gradient ``grad``, the tensors that it was given, ``x`` and
+        ``arrived``, and what it ``sent`` in each pass.
+    """
     given, arrives = rank_tensors(mesh.get_rank())
     # An answer may change either in place, which the check reports.
     x, arrived = given.clone().requires_grad_(), arrives.clone()
@@ -143,8 +137,8 @@ def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
 
 
-def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
-    """Run both passes of this rank's share of a linear layer.
+def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Run both passes of this rank's share of a pair's second layer.
 
     Returns:
         The ``given`` input and gradient, ``arrived``; as far as the passes run, ``parameters`` of
@@ -152,15 +146,13 @@ def run_layer(make_share: Callable[..., Any], mesh: DeviceMesh, which: str) -> d
         what was sent, as from ``totals_by_axis``, ``forward`` and ``backward``.
     """
     group, tp, place = mesh["tp"].get_group(), mesh["tp"].size(), mesh["tp"].get_local_rank()
-    inputs, outputs = LAYER_SHAPES[which]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layer = nn.Linear(inputs, outputs)
+        layer = nn.Linear(INNER, DIM)
     # Ranks along data have different samples, and ranks along tp share these.
     draw = torch.Generator().manual_seed(mesh["data"].get_local_rank())
-    x, gradient = torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
-    given = x.chunk(tp, -1)[place] if which == "row" else x
-    arrived = gradient.chunk(tp, -1)[place] if which == "column" else gradient
+    x, arrived = torch.randn(3, INNER, generator=draw), torch.randn(3, DIM, generator=draw)
+    given = x.chunk(tp, -1)[place]
     share = make_share(layer, group)
     held: Any = type(share).__name__
     if isinstance(share, nn.Module):
@@ -192,7 +184,7 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     """Train one step with the answer's plan along tp, and FSDP along data.
 
     Returns:
-        As far as the model runs: this rank's index along ``data``; elements of each parameter
+        As far as the model runs: this rank's index along ``data``; the shape of each parameter
         ``held`` before FSDP; ``output``; full ``gradients``; what was ``sent``, as from
         ``totals_by_axis``; local output shapes ``between`` modules; ``entered``, the last layer
         called, its local and its full input features; ``error``, which stopped the step.
@@ -217,7 +209,7 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
             module.register_forward_hook(partial(note_output, name))
-        found["held"] = {name: local_part(each).numel() for name, each in cut.named_parameters()}
+        found["held"] = {name: [*local_part(each).shape] for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with GroupTraffic() as traffic:
             output = local_part(cut(*line))
