@@ -15,6 +15,7 @@ from labkit import plots
 from labkit.plots import style
 from labkit.plots.runs import relative_error_text
 from labkit.runs.result import RunResult, UnknownValue
+from labkit.theory.collectives import AlphaBeta
 from labkit.theory.placements import local_piece
 from labkit.theory.spatial import ConvNeXtStage
 
@@ -57,7 +58,6 @@ DRAWINGS = {
     "memory_comparison": lambda **more: plots.memory_comparison(PEAKS, {"one": run(1), "two": run(2)}, **more),
     "loss_difference_curves": lambda **more: plots.loss_difference_curves({"two": run(2)}, run(1), **more),
     "memory_over_step": lambda **more: plots.memory_over_step(MOMENTS, 2, run(2), **more),
-    "communication_passes": lambda **more: plots.communication_passes({"DDP": {"all_reduce": 1.0}}, **more),
     "halo_diagram": lambda **more: plots.halo_diagram(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
     "convnext_diagram": lambda **more: plots.convnext_diagram([ConvNeXtStage(8, 16, 32, depth=1)], 64, 128, **more),
     "placement_picture": lambda **more: placed(["Shard(0)", "Partial()"], **more),
@@ -71,7 +71,6 @@ MEASURED = [
     not in (
         "halo_diagram",
         "convnext_diagram",
-        "communication_passes",
         "placement_picture",
         "strip_layout",
         "byte_bars",
@@ -174,8 +173,9 @@ def test_ones_own_predictions_come_first_and_are_off_by_a_factor():
 
 @pytest.mark.parametrize(
     ("predicted", "measured", "said"),
-    [(0, 0, "right"), (3, 0, "too large"), (0, 3, "too small"), (-1, 2, "too small"), (-4, -2, "2 × too large")],
-)
+    [(0, 0, "right"), (3, 0, "too large"), (0, 3, "too small"), (-1, 2, "too small"), (-4, -2, "2 × too large"),
+     (1_318_000, 1_317_376, "within 1%"), (990, 1000, "1.01 × too small")],
+)  # fmt: skip
 def test_how_far_off_is_said_of_any_number(predicted, measured, said):
     assert relative_error_text(predicted, measured) == said
 
@@ -214,6 +214,30 @@ def test_latency_stacks_forward_backward_and_optimizer():
     assert texts_of(ax) == ["35 ms", "70 ms"]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
     assert ax.get_xlim()[1] > 70
+
+
+def test_what_a_phase_takes_beyond_its_arithmetic_is_hatched():
+    ax = plots.latency_bars({"one": run(1), "two": run(2, factor=2.0)}, arithmetic={"forward": 12, "backward": 15})
+    hatched = [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_hatch() and bar.get_width()]
+    assert hatched == pytest.approx([(25, 5), (12, 8), (35, 25)]), "the optimizer's part has no arithmetic"
+    assert labels_of(ax) == ["forward", "backward", "optimizer", "exposed"]
+
+
+def test_a_step_without_phases_is_drawn_whole():
+    whole = run(1)
+    whole.lines[:] = [line for line in whole.lines if line["name"] not in ("forward", "backward", "optimizer")]
+    ax = plots.latency_bars({"whole": whole})
+    assert labels_of(ax) == ["step"]
+    assert [bar.get_width() for bar in ax.patches] == [whole.value("step_ms")]
+
+
+def test_theory_is_dashed_across_the_bars_of_latency():
+    ax = plots.latency_bars({"one": run(1), "two": run(2)}, predicted={"two": 90.0})
+    (line,) = ax.lines
+    assert list(line.get_xdata()) == [90, 90] and line.get_linestyle() == "--"
+    assert line.get_ydata().mean() == 1, "the second bar"
+    assert labels_of(ax) == ["forward", "backward", "optimizer", "theory"]
+    assert ax.get_xlim()[1] > 90
 
 
 def bars_at(ax, middle):
@@ -259,13 +283,6 @@ def test_a_bound_is_a_dotted_line_with_its_size():
     assert (line.get_linestyle(), list(line.get_ydata())) == (":", [pytest.approx(0.006)] * 2)
     assert "bound\n0.006 GB" in texts_of(ax)
     assert ax.get_ylabel() == "peak memory of a rank, GB"
-
-
-def test_passes_add_up_by_collective():
-    ax = plots.communication_passes({"DDP": {"all_gather": 0.5, "reduce_scatter": 0.5}, "FSDP": {"all_gather": 1.0}})
-    assert texts_of(ax) == ["1 in all", "1 in all", "0.5", "0.5", "1"]
-    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 0.5), (0.5, 0.5), (0, 1)]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
 
 
 def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are_named():
@@ -424,24 +441,36 @@ def test_the_difference_of_losses_is_a_part_of_the_reference():
     assert ax.get_yscale() == "log"
 
 
-def test_strips_pay_stacks_messages_on_arithmetic():
-    (panel,) = plots.strip_step_times({"a machine": {1: (0.03, 0.0), 2: (0.015, 0.005)}})
-    assert [bar.get_height() for bar in panel.patches] == pytest.approx([30, 15, 5])
-    assert texts_of(panel) == ["30", "20"]
-    assert {bar.get_linestyle() for bar in panel.patches} == {"--"}, "what is predicted is dashed"
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2"]
-
-
 def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long():
     panels = {"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})}
-    left, right = plots.communication_break_even(panels, batches={"two": 90_000})
+    left, right = plots.communication_break_even(panels)
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
     assert texts_of(left) == ["computing", "slow", "5,000", "fast", "1,000"]
-    assert texts_of(right) == ["computing", "only", "2,500", "batch: 90,000"]
-    assert right.get_xlim()[1] > 90_000, "the batch is on the axis"
+    assert texts_of(right) == ["computing", "only", "2,500"]
     assert {line.get_linestyle() for line in left.lines if line.get_marker() != "o"} == {"--"}
     assert right.get_title(loc="left") == "two"
+
+
+def test_an_all_reduce_by_ranks_is_latency_and_bytes_and_the_chosen_one_has_the_dot():
+    parts = {"2": (2e-5, 1e-4), "4": (6e-5, 1.5e-4)}
+    ax = plots.all_reduce_time_by_ranks(parts, "4", measured_s=3e-4)
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([20, 100, 60, 150])
+    assert texts_of(ax) == ["120", "210"] and ax.get_xlabel() == "time, µs"
+    (dot,) = ax.lines
+    assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (pytest.approx(300), 1)
+    assert [row.get_fontweight() for row in ax.get_yticklabels()] == ["normal", "bold"]
+
+
+def test_a_predicted_time_by_size_is_the_sum_of_latency_and_bytes():
+    network = AlphaBeta(1e-5, 1e-9)
+    ax = plots.predicted_time_by_size(network, [2**10, 2**20], 2**20, messages=3, measured_s=2e-3)
+    both, latency, sent, mark, dot = ax.lines
+    assert latency.get_ydata()[0] == latency.get_ydata()[-1] == pytest.approx(30)
+    assert both.get_ydata() == pytest.approx(
+        [a + b for a, b in zip(latency.get_ydata(), sent.get_ydata(), strict=True)]
+    )
+    assert mark.get_ydata()[0] == pytest.approx(30 + 2**20 / 1e3) and dot.get_ydata()[0] == pytest.approx(2000)
 
 
 def test_every_public_plot_has_a_name_of_its_own_and_each_figure_stands_in_a_test():

@@ -115,7 +115,7 @@ def test_a_sum_over_some_ranks_has_another_colour_than_the_one_over_all(traded):
     faces = [cell.get_facecolor() for cell in ax.patches if isinstance(cell, Rectangle)]
     assert faces.count(to_rgba(figures.PARTIAL_SUM_COLOUR)) == 1 and faces.count(to_rgba(figures.SUM_COLOUR)) == 4
     labels = [text.get_text() for text in ax.figure.legends[0].get_texts()]
-    assert labels == ["from rank 0", "from rank 1", "sum over all ranks", "over some"]
+    assert labels == ["from rank 0", "from rank 1", "sum over all ranks", "sum over some ranks"]
 
 
 def test_axes_that_were_given_are_used():
@@ -127,3 +127,19 @@ def test_axes_that_were_given_are_used():
 def test_a_run_of_another_program_is_refused():
     with pytest.raises(ValueError, match="this run of fsdp_wrap timed no message: take a run of all_reduce"):
         figures.all_reduce_time_by_size(run("fsdp_wrap"))
+
+
+def steps(ranks, step_ms):
+    """A run whose steps take this long."""
+    span = {"v": 2, "kind": "span", "name": "step", "start_us": 0, "dur_us": 1e3 * step_ms, "step": 1}
+    info = {"program": "ddp_compile", "nproc": ranks, "exit": "ok", "params": {}, "session": SESSION}
+    return RunResult(Path("nowhere"), info, [span | {"rank": rank} for rank in range(ranks)], [])
+
+
+def test_step_time_by_ranks_has_a_dot_a_run_and_the_predictions_that_are_numbers():
+    runs = {"near": [steps(1, 480), steps(2, 250)]}
+    ax = figures.step_time_by_ranks(runs, {"near": {1: 0.48, 2: 0.245, 4: None}})
+    dots, dashed = ax.lines
+    assert [list(each) for each in dots.get_data()] == [[1, 2], [480, 250]]
+    assert [list(each) for each in dashed.get_data()] == [[1, 2], [480, 245]]
+    assert [text.get_text() for text in ax.texts] == ["480", "250"]

@@ -158,27 +158,37 @@ def test_the_program_of_a_run_has_the_names_that_it_recorded(tmp_path):
     assert "all_reduce_(buf4: fc4.weight.grad)  asks for bucket 0" in shown
 
 
-def timed(folder, *steps_ms):
-    """A run of two ranks, the second of which took longer in every step."""
+def timed(folder, sizes_mb, *steps_ms):
+    """A run of two ranks that took a step with each size in turn; the second rank took 1 ms longer."""
     lines = [
         {"v": 2, "rank": rank, "step": step, "kind": "span", "name": name, "start_us": 0.0, "dur_us": dur_us}
         for rank in range(2)
-        for step, time_ms in enumerate(steps_ms)
-        for name, dur_us in (("forward", 1000.0), ("backward", 1000.0 * (time_ms - 2 + rank)), ("optimizer", 9e9))
+        for step, times_ms in enumerate(steps_ms)
+        for name, dur_us in [
+            *((f"{mb:g} MiB", 1000.0 * (ms + rank)) for mb, ms in zip(sizes_mb, times_ms, strict=True)),
+            ("step", 9e9),
+        ]
     ]
     session = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
-    return RunResult(folder, {"program": "x", "nproc": 2, "exit": "ok", "params": {}, "session": session}, lines, [])
+    info = {"program": "x", "nproc": 2, "exit": "ok", "params": {"sizes_mb": sizes_mb}, "session": session}
+    return RunResult(folder, info, lines, [])
 
 
-def test_bars_are_medians_dots_are_steps_and_a_dashed_line_is_predicted(tmp_path):
-    results = {"small": timed(tmp_path, 20, 30, 22, 90), "large": timed(tmp_path, 5, 6, 7)}
-    ax = plots.pass_time_by_bucket_size(results, {"small": 0.02})
-    assert [bar.get_height() for bar in ax.patches] == pytest.approx([26, 6])
-    small, dashed, large = ax.lines
-    assert sorted(small.get_ydata()) == pytest.approx([20, 22, 30]), "the step of 90 ms is out of sight"
-    assert dashed.get_linestyle() == "--" and list(dashed.get_ydata()) == pytest.approx([20, 20])
-    assert sorted(large.get_ydata()) == pytest.approx([5, 6, 7])
-    assert texts(ax) == ["26 (20)", "+1 above", "6"]
+def test_bars_are_medians_by_size_the_fastest_is_bold_and_a_dashed_line_is_predicted(tmp_path):
+    results = {"one": timed(tmp_path, [0.0001, 2], (20, 9), (30, 5), (22, 6)), "two": timed(tmp_path, [25], (4,))}
+    assert plots.step_ms_by_size(results["one"]) == {"0.0001 MiB": 23, "2 MiB": 7}
+    axes = plots.step_time_by_bucket_size(results, {"one": {"2 MiB": 8.0}, "two": {}})
+    assert [ax.get_title(loc="left") for ax in axes] == ["one", "two"]
+    assert [bar.get_height() for ax in axes for bar in ax.patches] == pytest.approx([23, 7, 5])
+    (dashed,) = axes[0].lines
+    assert dashed.get_linestyle() == "--" and list(dashed.get_ydata()) == pytest.approx([8, 8])
+    assert [(text.get_text(), text.get_weight()) for text in axes[0].texts] == [("23", "normal"), ("7", "bold")]
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["each\ngradient", "2"]
+
+
+def test_a_run_that_compared_no_sizes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="this run compared no sizes of buckets: give it sizes_mb"):
+        plots.step_ms_by_size(run(tmp_path))
 
 
 def spans_of(collection):
@@ -187,7 +197,7 @@ def spans_of(collection):
 
 
 def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
-    ax = plots.backward_timeline([(0.001, 0.003), (0.003, 0.006)], 0.005, hidden=True)
+    ax = plots.backward_timeline([(0.001, 0.003), (0.003, 0.006)], 0.005)
     arithmetic, hidden, exposed = map(spans_of, ax.collections)
     assert arithmetic == [pytest.approx((0, 5))]
     assert hidden == [pytest.approx((1, 3)), pytest.approx((3, 5))]
@@ -196,14 +206,10 @@ def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
     assert [line.get_linestyle() for line in ax.lines] == ["--"]
 
 
-def test_arithmetic_stands_still_while_the_core_sends():
-    ax = plots.backward_timeline([(0.001, 0.003), (0.004, 0.005)], 0.004, hidden=False, measured_s=0.0095)
-    arithmetic, hidden, exposed = map(spans_of, ax.collections)
-    assert arithmetic == [pytest.approx(span) for span in ((0, 1), (3, 4), (5, 7))]
-    assert not hidden
-    assert exposed == [pytest.approx((1, 3)), pytest.approx((4, 5))]
+def test_a_measured_backward_pass_is_a_third_bar():
+    ax = plots.backward_timeline([(0.001, 0.003), (0.004, 0.005)], 0.004, measured_s=0.0095)
     assert [bar.get_width() for bar in ax.patches] == [pytest.approx(9.5)]
-    assert texts(ax) == ["9.5", "predicted 7"]
+    assert texts(ax) == ["9.5", "predicted 5"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["computes", "2 buckets", "measured"]
 
 
@@ -215,3 +221,13 @@ def test_bars_by_size_are_arithmetic_and_what_is_exposed_and_the_chosen_one_is_b
     assert texts(ax) == ["15", "6"]
     assert [label.get_weight() for label in ax.get_yticklabels()] == ["normal", "bold"]
     assert [list(line.get_xydata()[0]) for line in ax.lines] == [pytest.approx([7, 1])]
+
+
+def test_the_smallest_size_that_keeps_up_is_a_dot_on_its_line_unless_it_is_infinite():
+    lines = {"inside": [3.0, 1.0, 1.5], "across": [4.0, 2.0, 2.5]}
+    ax = plots.exposure_by_bucket_size([1, 10, 100], lines, {"inside": 5.5, "across": float("inf")})
+    inside, dot, across, guide = ax.lines
+    assert [list(line.get_ydata()) for line in (inside, across)] == [*lines.values()]
+    assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (5.5, pytest.approx(2.0))
+    assert list(guide.get_ydata()) == [1, 1]
+    assert texts(ax) == ["5.5 MB", "all hidden"]

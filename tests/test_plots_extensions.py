@@ -83,7 +83,7 @@ def sharing(tensors, others):
 def test_the_drawing_of_memory_is_what_fsdp_does(first_of_two, extension):
     model = apply_extension(nn.Sequential(nn.Linear(8, 6, bias=False)), first_of_two, NAMES[extension])
     seen = Observer(model[0].weight._local_tensor)
-    drawn = {held.row: held.shares for held in figures.TENSOR_LIVES[extension]}
+    drawn = {held.row: held.shares for held in figures.TENSOR_LIVES[extension] if held.first}
     for is_first in (True, False):
         model[0].unshard()
         assert seen.is_first is is_first
@@ -99,22 +99,34 @@ def test_the_drawing_of_memory_is_what_fsdp_does(first_of_two, extension):
 @pytest.mark.parametrize("extension", figures.TENSOR_LIVES)
 def test_each_tensor_is_drawn_in_its_row_for_its_time_and_in_both_gathers(extension):
     ax = plots.hook_memory(extension)
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == list(figures.ROW_COLOURS)
+    lives = figures.TENSOR_LIVES[extension]
+    rows = ["local shard", *(held.row for held in lives)]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == rows == list(figures.ROW_COLOURS)[: len(rows)]
     assert ax.yaxis_inverted()
     moments = [tick.get_text() for tick in ax.get_xticklabels()]
     assert moments == ["sharded", *figures.GATHER_MOMENTS, "sharded", *figures.GATHER_MOMENTS, "sharded"]
     assert not ax.get_title()
     shard, *blocks = ax.patches
     assert (shard.get_x(), shard.get_width()) == (0, len(moments))
-    lives = figures.TENSOR_LIVES[extension]
-    for block, held in zip(blocks, lives * 2, strict=True):
+    first = [held for held in lives if held.first]
+    for block, held in zip(blocks, [*first, *lives], strict=True):
         assert round(block.get_y() + block.get_height() / 2) == list(figures.ROW_COLOURS).index(held.row)
         start, end = int(block.get_x()), int(block.get_x() + block.get_width())
         assert (moments[start], moments[end - 1]) == (held.start, held.end)
         assert bool(block.get_hatch()) == bool(held.shares)
         colour = block.get_edgecolor() if held.shares else block.get_facecolor()
         assert to_hex(colour) == figures.ROW_COLOURS[held.shares or held.row].lower()
-    assert [block.get_x() for block in blocks[3:]] == [block.get_x() + 5 for block in blocks[:3]]
+    assert [block.get_x() for block in blocks[3:6]] == [block.get_x() + 5 for block in blocks[:3]]
+
+
+def test_a_leaky_parameter_lives_on_from_its_first_gather():
+    ax = plots.hook_memory("int8", leaky=True)
+    (block,) = [each for each in ax.patches if round(each.get_y() + each.get_height() / 2) == 3]
+    moments = [tick.get_text() for tick in ax.get_xticklabels()]
+    assert moments[int(block.get_x())] == "post hook"
+    assert block.get_x() + block.get_width() == len(moments)
+    assert len(ax.patches) == len(plots.hook_memory("int8").patches) - 1
+    assert not ax.get_legend() and plots.hook_memory("TwoTensor").get_legend(), "only hatches need one"
 
 
 def test_what_is_said_fits_into_its_block():
@@ -122,7 +134,8 @@ def test_what_is_said_fits_into_its_block():
         ax = plots.hook_memory(extension)
         ax.figure.canvas.draw()
         inside = {text.get_text(): text.get_window_extent() for text in ax.texts}
-        for held, block in zip(figures.TENSOR_LIVES[extension] * 2, ax.patches[1:], strict=True):
+        lives = figures.TENSOR_LIVES[extension]
+        for held, block in zip([*(held for held in lives if held.first), *lives], ax.patches[1:], strict=True):
             box = block.get_window_extent()
             said = inside[held.first if block.get_x() < 5 else held.again]
             assert said.width < box.width, (extension, held)
@@ -173,56 +186,13 @@ def test_the_other_error_is_that_of_all_weights():
     assert "RMS" in ax.get_ylabel()
 
 
-def test_bars_of_time_and_memory_say_their_sums_and_what_was_predicted():
-    held = {"fp32": 4_000_000, "bf16": 6_000_000, "int8": 5_100_000}
-    left, right = plots.gather_costs(RUNS, predicted=held)
-    assert [bar.get_height() for bar in left.patches] == [0.0, 2.5, 0.5, 2.5, 1.25, 2.75]
-    assert [text.get_text() for text in left.texts] == ["2.5", "3", "4"]
-    assert [bar.get_height() for bar in right.patches] == [4.0, 6.0, 5.0]
-    assert [set(line.get_ydata()) for line in dashed(right)] == [{4.0}, {6.0}, {5.1}]
-    assert [text.get_text() for text in right.texts] == ["4", "6", "5"]
-    assert left.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
-
-
-def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_save():
-    ways = {"float32": (4e6, 0.0), "int8": (1e6, 0.003)}
-    ax = plots.gather_time_by_bandwidth(
-        ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values()
-    )
-    plain, coded = dashed(ax)
-    assert (plain.get_xdata() == coded.get_xdata()).all()
-    cheaper = plain.get_ydata() < coded.get_ydata()
-    assert not cheaper[plain.get_xdata() < 1.0].any() and cheaper[plain.get_xdata() > 1.0].all()
-    assert plain.get_ydata()[0] == pytest.approx(1e3 * 4e6 / 1e8)
-    assert points(ax) == [(1.0, 5.0)]
-    assert [text.get_text() for text in ax.texts] == ["here"]
-    assert ax.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
-    assert plots.gather_time_by_bandwidth(ways, machines={"here": 1e9}).figure.get_supxlabel() == ""
-
-
 def test_a_way_to_send_has_one_colour_in_all_figures():
     errors = plots.error_by_bytes(RUNS)
-    times = plots.gather_time_by_bandwidth({"float32": (4e6, 0.0), "int8": (1e6, 0.003)}, machines={"here": 1e9})
     colours = [line.get_color() for line in errors.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert colours == [figures.encoding_colour(label) for label in RUNS] and len(set(colours)) == 3
-    assert [line.get_color() for line in dashed(times)] == [colours[0], colours[2]]
     # as the lines of losses, which come in this order
     names = ("bf16", "float8", "int8")
     assert [figures.encoding_colour(name) for name in names] == list(figures.style.RANK_COLOURS[:3])
-
-
-def test_a_padded_matrix_stands_beside_what_each_rank_sends_of_it():
-    whole = numpy.arange(1.0, 13).reshape(3, 4)
-    held = {0: whole[:2], 1: whole[2:]}
-    sent = held | {1: numpy.concatenate([whole[2:], numpy.zeros((1, 4))])}
-    axes = plots.shard_padding(whole, held, sent)
-    assert [ax.get_title(loc="left") for ax in axes] == ["the matrix", "held", "the matrix, padded", "sent"]
-    numbers = [[text.get_text() for text in ax.texts if not text.get_text().startswith("rank")] for ax in axes]
-    assert numbers[0] == numbers[1] == [str(number) for number in range(1, 13)]
-    assert numbers[2] == numbers[3] == numbers[0] + ["0"] * 4
-    axes[0].figure.canvas.draw()
-    scales = {round(ax.transData.transform((0, 1))[1] - ax.transData.transform((0, 0))[1], 3) for ax in axes}
-    assert len(scales) == 1, "a cell has one size in all of them"
 
 
 def test_labels_do_not_meet():

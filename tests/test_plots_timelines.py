@@ -116,7 +116,7 @@ def test_axes_that_were_given_are_used():
     _, (left, right) = pyplot.subplots(1, 2)
     before = len(pyplot.get_fignums())
     assert figures.timeline(run(), ax=right) is right
-    assert figures.communication_exposure({"a": run()}, ax=left) is left
+    assert figures.timelines_by_run({"a": run()}, ax=left) is left
     assert len(pyplot.get_fignums()) == before
 
 
@@ -127,12 +127,23 @@ def test_a_run_without_a_timeline_is_refused(result, ranks, missing):
     assert str(caught.value).startswith(f"no timeline of ranks {missing}: ")
 
 
-def test_exposed_and_hidden_add_up_to_all_communication():
-    ax = figures.communication_exposure({"one": run(), "two": run()})
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exposed", "hidden behind compute"]
-    assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == [(0, 14), (14, 11)] * 2
-    assert [text.strip() for text in texts(ax)] == ["14 of 25 ms exposed, 14% of the step"] * 2
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
+def test_runs_stand_below_each_other_on_one_scale_of_time():
+    longer = [(lane, phase, name, 2 * start, 2 * length) for lane, phase, name, start, length in BARS]
+    ax = figures.timelines_by_run({"one": run(), "two": run(bars=longer)})
+    labels = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert labels == ["one", "all-reduces", "two", "all-reduces"] and ax.yaxis_inverted()
+    assert ax.get_xlim()[1] > 200
+    assert [text for text in texts(ax) if text.endswith("ms")] == [" 100 ms", " 200 ms"]
+    exposed = [each for each in rectangles(ax) if each[0] == style.EXPOSURE_COLOUR.lower()]
+    assert [(start, end) for _, _, start, end in exposed] == [(42, 50), (60, 65), (84, 100), (120, 130)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "exposed"
+    with pytest.raises(ValueError, match="no timeline of rank 2: run it with its option timeline=True"):
+        figures.timelines_by_run({"one": run()}, rank=2)
+
+
+def test_a_run_without_marked_units_names_none():
+    bars = [(lane, phase, "root" if lane == "compute" else name, *span) for lane, phase, name, *span in BARS]
+    assert "root" not in texts(figures.timelines_by_run({"one": run(bars=bars)}))
 
 
 def test_an_all_gather_too_short_for_its_name_has_it_above():

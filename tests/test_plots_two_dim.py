@@ -99,13 +99,34 @@ def test_a_pair_shows_numbers_that_follow_from_each_other():
     assert "first, rows 2–3, .T" in shown and "second, columns 0–1, .T" in shown
 
 
+def test_the_backward_pass_of_a_pair_goes_back_through_the_pieces():
+    ax = plots.pair_diagram(
+        [[1, 2]], [[1, 0], [0, 1], [1, 1], [0, -1]], [[1, 0, 2, 1], [0, 1, 0, 1]], gradient=[[1, 2]]
+    )
+    shown = [text.get_text() for text in ax.texts]
+    assert [number for number in shown if number.lstrip("-").isdigit()] == [
+        *("1", "2", "1", "0", "0", "1", "1", "2", "1", "0", "0", "1", "1", "2"),
+        *("1", "2", "2", "1", "0", "1", "2", "0", "1", "1", "0", "-1", "2", "2"),
+        *("3", "4"),
+    ]
+    assert "first, rows 2–3" in shown and "second, columns 0–1" in shown and "gradient of x" in shown
+
+
+def test_of_a_sequence_each_rank_holds_all_or_its_half_between_the_pairs():
+    ax = plots.sequence_diagram()
+    held = [each for each in ax.patches if isinstance(each, Rectangle) and each.get_fill()]
+    sizes = [round(each.get_width() * each.get_height(), 6) for each in held]
+    assert sizes == [1.4, 1.0, 1.4] * 2 + [0.7, 1.0, 0.7] * 2
+    shown = [text.get_text() for text in ax.texts]
+    assert {"as it is", "all-reduce", "all-gather", "reduce-scatter"} <= set(shown)
+
+
 def test_a_steps_times_have_a_panel_a_way_and_one_scale():
     seconds = {"1": {"compute": 0.1, "tp": 0.0, "data": 0.05}, "2": {"compute": 0.1, "tp": 0.02, "data": 0.0}}
-    first, second, third = plots.step_time_by_tp({"off": seconds, "on": seconds}, sent={"1": {"data": 2e9}})
-    assert heights(first) == [(AXIS_COLOURS["data"], True, 2.0)], "predicted, and so in a dashed frame"
-    assert second.get_ylim() == third.get_ylim() and second.get_title() == "off"
-    assert sorted(round(height, 6) for *_, height in heights(second)) == [20, 50, 100, 100]
-    assert second.get_ylabel() == "one step of a rank, ms"
+    first, second = plots.step_time_by_tp({"off": seconds, "on": seconds})
+    assert first.get_ylim() == second.get_ylim() and first.get_title() == "off"
+    assert sorted(round(height, 6) for *_, height in heights(first)) == [20, 50, 100, 100]
+    assert first.get_ylabel() == "one step of a rank, ms"
     (legend,) = first.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["computing", "along tp", "along data"]
 

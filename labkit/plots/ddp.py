@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
-import pandas
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -137,66 +136,73 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     return named
 
 
-def pass_seconds(result: RunResult) -> pandas.Series:
-    """Return the seconds of forward and backward pass of each timed step, on the slowest rank."""
-    spans = result.frame.query("kind == 'span' and name in ['forward', 'backward']")
-    return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
+def step_ms_by_size(result: RunResult) -> dict[str, float]:
+    """Return the median step of each size of bucket, on the slowest rank, of a run with sizes."""
+    spans = result.frame.query("kind == 'span'")
+    spans = spans[spans["name"].str.endswith(" MiB")]
+    if spans.empty:
+        raise ValueError("this run compared no sizes of buckets: give it sizes_mb")
+    slowest = spans.groupby(["name", "step"])["dur_us"].max() / 1e3
+    medians = slowest.groupby("name").median()
+    return {f"{size:g} MiB": medians[f"{size:g} MiB"] for size in result.params["sizes_mb"]}
 
 
-def pass_time_by_bucket_size(
-    results: Runs, predicted_s: Numbers, *, ax: Axes | None = None
-) -> Axes:
-    """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
-    ax = style.make_axes(ax)
-    steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
-    # A disturbed step would flatten all bars: those above the top are counted instead.
-    medians = [times.median() for times in steps.values()]
-    predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
-    top = 1.25 * max(*medians, *predicted.values())
-    bars = ax.bar(range(len(results)), medians, 0.5, color=style.BLUE, label="median step")
-    for column, (label, times) in enumerate(steps.items()):
-        inside = times[times <= top]
-        reach = 0.12 if len(inside) > 1 else 0.0
-        places = column - 0.12 + numpy.linspace(0, 2 * reach, len(inside))
-        (dots,) = ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label="each step")
-        text, height = f"{medians[column]:.3g}", max(medians[column], inside.max())
-        if label in predicted:
-            expected = predicted[label]
-            style.mark_prediction(ax, column, 0.36, expected)
-            text += f" ({expected:.3g})"
-            height = max(height, expected)
-        style.add_note(ax, text, (column, height), (0, 4))
-        if len(inside) < len(times):
-            above = f"+{len(times) - len(inside)} above"
-            ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
-    ax.set_xticks(range(len(results)), list(results))
-    ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
-    style.add_legend_above(ax, 3, [dots, style.prediction_handle("predicted"), bars])
-    return style.add_stamp(ax, results.values())
+def step_time_by_bucket_size(
+    results: Runs, predicted_ms: Mapping[str, Numbers], *, axes: Sequence[Axes] | None = None
+) -> list[Axes]:
+    """Draw the median step by size of bucket, one panel a run, with its prediction dashed.
+
+    The number of the fastest size is bold. The runs are those of ``step_ms_by_size``.
+    """
+    panels = style.make_panels(results, 3.3, 3.2) if axes is None else list(axes)
+    for ax, (name, result) in zip(panels, results.items(), strict=True):
+        times = step_ms_by_size(result)
+        fastest = min(times, key=lambda label: times[label])
+        ax.bar(range(len(times)), list(times.values()), 0.6, color=style.BLUE)
+        for column, (label, time_ms) in enumerate(times.items()):
+            expected = predicted_ms[name].get(label, time_ms)
+            if label in predicted_ms[name]:
+                style.mark_prediction(ax, column, 0.42, expected)
+            weight = "bold" if label == fastest else "normal"
+            place = (column, max(time_ms, expected))
+            style.add_note(ax, f"{time_ms:.0f}", place, (0, 3), weight=weight)
+        labels = [_size_text(label) for label in times]
+        ax.set_xticks(range(len(times)), labels, fontsize=8)
+        ax.set_xlabel("a bucket closes at, MiB")
+        ax.margins(y=0.12)
+    panels[0].set_ylabel("backward pass, ms")
+    handles = [*style.legend_patches({"measured": style.BLUE}), style.prediction_handle("formula")]
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "outside upper right"}
+    panels[0].figure.legend(handles=handles, ncols=2, **look)
+    style.add_stamp(panels[0], results.values())
+    return panels
+
+
+def _size_text(label: str) -> str:
+    """Return a size without its unit; less than a KiB means that each gradient has a bucket."""
+    size = float(label.removesuffix(" MiB"))
+    return "each\ngradient" if size < 1 / 1024 else f"{size:g}"
 
 
 def backward_timeline(
     journeys_s: Sequence[Span],
     backward_s: float,
     *,
-    hidden: bool,
     measured_s: float = 0.0,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
 
     ``journeys_s`` are when each bucket leaves and arrives, ``backward_s`` is the arithmetic alone.
-    ``hidden`` messages overlap it, others interrupt it; ``measured_s``, if any, is a third bar.
+    ``measured_s``, if any, is a third bar.
     """
     ax = style.make_axes(ax)
     messages = 1e3 * numpy.array(journeys_s)  # [bucket, 2]: leaves, arrives
-    pauses = messages[:0] if hidden else messages
-    done = 1e3 * backward_s + (pauses[:, 1] - pauses[:, 0]).sum()
-    # Arithmetic fills the time between pauses.
-    work = numpy.concatenate([[0.0], pauses.ravel(), [done]]).reshape(-1, 2)
-    # A message is exposed from its seam on: from the end of the arithmetic, or at once.
+    done = 1e3 * backward_s
+    work = numpy.array([(0.0, done)])
+    # A message is exposed from its seam on: from the end of the arithmetic.
     leaves, arrives = messages.T
-    seams = numpy.minimum(arrives, done) if hidden else leaves
+    seams = numpy.minimum(arrives, done)
     covered = numpy.column_stack([leaves, seams])
     exposed = numpy.column_stack([numpy.maximum(leaves, seams), arrives])
     end, measured_ms = max(done, arrives.max()), 1e3 * measured_s
@@ -223,6 +229,37 @@ def backward_timeline(
     return ax
 
 
+def exposure_by_bucket_size(
+    sizes_mb: Sequence[float],
+    multiples: Mapping[str, Sequence[float]],
+    smallest_mb: Numbers,
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a predicted backward pass over the bucket size, one line a case, in its arithmetic.
+
+    A dot marks the case's smallest size that keeps up, unless it is infinite.
+    """
+    ax = style.make_axes(ax, 8.0, 3.2)
+    for (name, values), colour in zip(multiples.items(), style.RANK_COLOURS, strict=False):
+        ax.plot(sizes_mb, values, color=colour, lw=2, label=name)
+        size = smallest_mb[name]
+        if numpy.isfinite(size):
+            order = numpy.argsort(sizes_mb)
+            height = numpy.interp(size, numpy.array(sizes_mb)[order], numpy.array(values)[order])
+            ax.plot(size, height, "o", color=colour)
+            style.add_note(ax, f"{size:.2g} MB", (size, height), (0, -15), color=colour)
+    ax.axhline(1, **style.GUIDE_STYLE)
+    ax.text(max(sizes_mb), 1, "all hidden", ha="right", va="top", fontsize=8, color=style.GREY)
+    ax.set(
+        xscale="log", ylim=(0.6, 4), xlabel="a bucket, MB", ylabel="backward pass /\nits arithmetic"
+    )
+    ticks = [size for size in (1, 10, 100) if min(sizes_mb) <= size <= max(sizes_mb)]
+    ax.set_xticks(ticks, [f"{size}" for size in ticks])
+    style.add_legend_above(ax, len(multiples))
+    return ax
+
+
 def backward_time_by_bucket_size(
     predicted_s: Mapping[str, Span], chosen: str, *, measured_s: float = 0.0, ax: Axes | None = None
 ) -> Axes:
@@ -231,20 +268,11 @@ def backward_time_by_bucket_size(
     The label ``chosen`` is bold; ``measured_s``, the time measured for it, is a dot.
     """
     ax = style.make_axes(ax)
-    where, measured_ms = list(predicted_s).index(chosen), 1e3 * measured_s
     rows = {}
     for label, (work_s, exposed_s) in predicted_s.items():
         rows[label] = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
-    ends = [sum(parts.values()) for parts in rows.values()]
-    texts = map(style.short_number_text, ends)
-    style.draw_rows(ax, rows, MESSAGE_COLOURS, texts, **style.FRAME_STYLE)
-    # Beyond the dot, which would hide the number.
-    ax.texts[where].set(x=max(ends[where], 1.03 * measured_ms), weight="bold")
-    ax.get_yticklabels()[where].set_fontweight("bold")
-    if measured_s:
-        ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
-    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max(*ends, measured_ms)))
+    style.draw_rows_with_choice(ax, rows, MESSAGE_COLOURS, chosen, 1e3 * measured_s)
+    ax.set_xlabel("backward pass, ms")
     title = "by size of bucket" + (", dot: measured" if measured_s else "")
     ax.set_title(title, fontsize=9, loc="left")
-    ax.tick_params(axis="y", length=0)
     return ax

@@ -1,6 +1,5 @@
 """Figures of all-gather extensions: who holds which memory when, and the error of fewer bytes."""
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -8,15 +7,14 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from labkit.plots import style
-from labkit.plots.spatial import FRAME_GAP, shard_panels
-from labkit.plots.style import Numbers, Point, Runs
-from labkit.runs.result import RunResult
+from labkit.plots.style import Numbers, Runs
 
 ROW_COLOURS = {
     "local shard": style.BLUE,
     "sent": style.ORANGE,
     "gathered": style.SKY,
     "parameter": style.GREEN,
+    "whole": style.PURPLE,
 }
 # By kind of error, the value of a run and the label of the axis.
 ERROR_KINDS = {
@@ -48,7 +46,7 @@ class TensorLife(NamedTuple):
     end: str
     # The row in whose memory it lies, "" for memory of its own.
     shares: str
-    # Its texts in the first gather and in later ones.
+    # Its texts in the first gather and in later ones, "" where it does not exist.
     first: str
     again: str
 
@@ -67,39 +65,55 @@ TENSOR_LIVES = {
         TensorLife("sent", "pre hook", "all-gather", "", "int8, scales", "int8, scales"),
         TensorLife("gathered", "all-gather", "compute", "", "all int8, all scales", SAME_TENSORS),
         TensorLife(
-            "parameter", "post hook", "compute", "", "the decoded parameter", "decoded into out"
+            "parameter", "post hook", "compute", "", "the decoded parameter", "out, filled again"
         ),
+        # In the first gather it is the parameter itself.
+        TensorLife("whole", "post hook", "post hook", "", "", "a copy"),
     ),
 }
 
 
-def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = None) -> Axes:
-    """Sketch who holds which memory in the first gather of a parameter and in later ones."""
+def hook_memory(
+    extension: Literal["TwoTensor", "int8"], *, leaky: bool = False, ax: Axes | None = None
+) -> Axes:
+    """Sketch who holds which memory in the first gather of a parameter and in later ones.
+
+    With ``leaky`` hooks FSDP2 is not told to free a parameter that has memory of its own.
+    """
     ax = style.make_axes(ax, 10.0, 3.4)
     count = len(GATHER_MOMENTS)
     moments = ("sharded", *GATHER_MOMENTS) * 2 + ("sharded",)
     text = "this rank's rows: always there, the optimizer updates them"
     _draw_tensor_life(ax, "local shard", 0, len(moments), "", text)
+    lives = TENSOR_LIVES[extension]
+    rows = ["local shard", *(each.row for each in lives)]
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
         offset = 1 + call * (count + 1)
-        for row, born, freed, shares, *texts in TENSOR_LIVES[extension]:
+        for row, born, freed, shares, *texts in lives:
+            if not texts[call]:
+                continue
             start, end = (offset + GATHER_MOMENTS.index(each) for each in (born, freed))
-            _draw_tensor_life(ax, row, start, end + 1, shares, texts[call])
+            if not leaky or row != "parameter":
+                _draw_tensor_life(ax, row, start, end + 1, shares, texts[call])
+            elif call == 0:
+                text = "the decoded parameter: nobody frees it"
+                _draw_tensor_life(ax, row, start, len(moments), shares, text)
         ax.axvline(offset + count, color="black", lw=1, zorder=0)
         ax.text(offset + count / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
         ax.text(offset + count + 0.5, 2, "freed\nby FSDP", fontsize=8, **style.CENTRED)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
     # The legend takes the place below.
     ax.xaxis.tick_top()
-    ax.set(xlim=(0, len(moments)), ylim=(len(ROW_COLOURS) - 0.5, -0.55))
-    ax.set(yticks=range(len(ROW_COLOURS)), yticklabels=ROW_COLOURS)
+    ax.set(xlim=(0, len(moments)), ylim=(len(rows) - 0.5, -0.55))
+    ax.set(yticks=range(len(rows)), yticklabels=rows)
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
-    shared: dict[str, Any] = {"facecolor": "white", "edgecolor": style.GREY, "hatch": "////"}
-    handles = style.legend_patches({"memory of its own": style.GREY})
-    handles.append(Patch(label="the memory of the row that has this colour", **shared))
-    look: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "frameon": False, "fontsize": 8}
-    ax.legend(handles=handles, loc="upper center", ncols=2, **look)
+    if any(each.shares for each in lives):
+        shared: dict[str, Any] = {"facecolor": "white", "edgecolor": style.GREY, "hatch": "////"}
+        handles = style.legend_patches({"memory of its own": style.GREY})
+        handles.append(Patch(label="the memory of the row that has this colour", **shared))
+        look: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "frameon": False, "fontsize": 8}
+        ax.legend(handles=handles, loc="upper center", ncols=2, **look)
     return ax
 
 
@@ -114,27 +128,6 @@ def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, tex
     # The hatches would cross the letters.
     if shares:
         said.set_bbox({"color": "white", "pad": 1.5})
-
-
-def shard_padding(
-    whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
-) -> Sequence[Axes]:
-    """Draw a matrix and what two ranks hold of it, then the padded matrix and what they send."""
-    # Equal shards need padding, which ranks send, too.
-    padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
-    axes = style.make_row(4, 10, 1.9)
-    for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
-        shard_panels(matrix, {name: parts}, axes=axes[first : first + 2])
-        rows, columns = matrix.shape
-        # shard_panels centres the matrix among four ranks.
-        down, right = (rows + FRAME_GAP) / 2, (columns + FRAME_GAP) / 2
-        end = right + 2 * columns + FRAME_GAP
-        axes[first].set(xlim=(right - 0.1, end + 0.1), ylim=(down + rows + 0.1, down - 0.75))
-        axes[first + 1].set_ylim(rows + 0.1, -0.75)
-    axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
-    for ax in axes:
-        ax.set_anchor("NW")
-    return axes
 
 
 def error_by_bytes(
@@ -206,66 +199,3 @@ def error_histogram(
     ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
     style.add_legend_above(ax, 2)
     return ax
-
-
-def gather_costs(results: Runs, *, predicted: Numbers) -> Sequence[Axes]:
-    """Draw two panels, one bar per run: time to gather all units once, and the bytes then held.
-
-    The results are runs of allgather_extensions; ``predicted`` are bytes held, by label.
-    """
-    axes = style.make_row(2, 9.5, 3.6)
-    coding, rest = "in the hooks: encode and decode", "the rest of the gather"
-    colours = {coding: style.GREY, rest: style.COLLECTIVE_COLOURS["all_gather"]}
-    held_colours = {"measured": style.MEMORY_COLOURS["gathered parameters"]}
-    for column, (label, result) in enumerate(results.items()):
-        hooks_ms = result.value("hooks_ms")
-        parts = {coding: hooks_ms, rest: result.value("gather_ms") - hooks_ms}
-        held = {"measured": result.value("held_bytes") / 1e6}
-        style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
-        for ax, sizes, tints in ((axes[0], parts, colours), (axes[1], held, held_colours)):
-            height = style.draw_stack(ax.bar, column, sizes, tints)
-            style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
-    handles = [*style.legend_patches(held_colours), style.prediction_handle("predicted")]
-    style.add_legend_above(axes[0], 2, style.legend_patches(colours))
-    style.add_legend_above(axes[1], 2, handles)
-    labels = ("gathering all units once, ms", "held while they compute, MB")
-    for ax, ylabel in zip(axes, labels, strict=True):
-        style.make_axes(ax).set_xticks(range(len(results)), list(results), fontsize=9)
-        ax.margins(y=0.12)
-        ax.set_ylabel(ylabel)
-    style.add_stamp(axes[0], results.values())
-    return axes
-
-
-def gather_time_by_bandwidth(
-    seconds: Mapping[str, Point],
-    *,
-    machines: Numbers,
-    measured: Mapping[str, Point] | None = None,
-    results: Iterable[RunResult] = (),
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw the predicted time of gathers by bandwidth, one line per encoding.
-
-    ``seconds`` are, by encoding, the bytes that a rank sends and the seconds to encode and decode.
-    ``machines`` are bandwidths to mark, in bytes per second. ``measured`` are, by encoding, a
-    bandwidth and the seconds that ``results`` measured there.
-    """
-    ax = style.make_axes(ax, 5.2, 3.6)
-    # A decade beyond the slowest and the fastest machine, to show where lines cross.
-    bandwidths = numpy.geomspace(min(machines.values()) / 10, max(machines.values()) * 10, 60)
-    for name, (sent, coding) in seconds.items():
-        colour, times_ms = encoding_colour(name), 1e3 * (sent / bandwidths + coding)
-        look = style.PREDICTION_STYLE | {"color": colour}
-        ax.plot(bandwidths / 1e9, times_ms, label=name, **look)
-        if measured and name in measured:
-            bandwidth, took = measured[name]
-            ax.plot(bandwidth / 1e9, 1e3 * took, "o", color=colour, ms=7, label=f"{name}, measured")
-    look = {"xycoords": ("data", "axes fraction"), "ha": "right", "rotation": 90, "fontsize": 8}
-    for name, bandwidth in machines.items():
-        ax.axvline(bandwidth / 1e9, zorder=0, **style.GUIDE_STYLE)
-        style.add_note(ax, name, (bandwidth / 1e9, 0.02), (-3, 0), **look)
-    ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="bandwidth on the wire, GB/s", ylabel="gathering all units once, ms")
-    style.add_legend_above(ax, 2)
-    return style.add_stamp(ax, results)

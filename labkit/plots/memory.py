@@ -156,21 +156,3 @@ def byte_bars(
     if budget is not None:
         style.draw_limit(ax, "budget", budget / size, unit)
     return ax
-
-
-def communication_passes(predicted: Stacks, *, ax: Axes | None = None) -> Axes:
-    """Draw what a rank sends in one step, by collective, as a multiple of the parameters' bytes.
-
-    Predicted are passes over the parameters, such as ``{"all_gather": 1.5}``, by label.
-    """
-    ax = style.make_axes(ax, height=1.3 + 0.5 * len(predicted))
-    colours = style.colours_in_use(style.COLLECTIVE_COLOURS, predicted.values())
-    texts = [f"{sum(sent.values()):.4g} in all" for sent in predicted.values()]
-    style.draw_rows(ax, predicted, colours, texts, edgecolor="white")
-    bars: Any
-    for bars in ax.containers:
-        ax.bar_label(bars, fmt="{:.3g}", label_type="center", fontsize=9)
-    ax.set_xlabel("sent over the wire by each rank in a step, times the parameters' bytes")
-    ax.margins(x=0.15)
-    style.add_legend_above(ax, len(colours), style.legend_patches(colours))
-    return ax

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.plots.style import Numbers, Runs
@@ -14,6 +15,7 @@ from labkit.runs.result import RunResult
 MAX_STEPS_WITH_MARKERS = 30
 # The logarithmic axis has no place for 0.
 SMALLEST_DIFFERENCE = 1e-9
+EXPOSED_LOOK: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "hatch": "////", "lw": 0}
 # Without dashes, which are reserved for predictions.
 LINES = (
     (style.BLUE, "-"),
@@ -78,6 +80,8 @@ def relative_error_text(
     if predicted * measured <= 0:
         return "too large" if predicted > measured else "too small"
     factor = predicted / measured
+    if abs(factor - 1) < 0.005:
+        return "within 1%"
     return f"{factor:.3g} × too large" if factor > 1 else f"{1 / factor:.3g} × too small"
 
 
@@ -104,18 +108,50 @@ def _number_text(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
-def latency_bars(results: Runs, *, ax: Axes | None = None) -> Axes:
-    """Draw the time of a step, split into forward, backward and optimizer, one bar per run."""
+def latency_bars(
+    results: Runs,
+    *,
+    predicted: Numbers | None = None,
+    arithmetic: Numbers | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the time of a step, split into forward, backward and optimizer, one bar per run.
+
+    Steps of programs that do not time these phases are drawn whole.
+    ``predicted`` are theory's milliseconds of a step, drawn dashed across the bars. ``arithmetic``
+    are milliseconds by phase: what a phase takes beyond them, its exposed part, is hatched.
+    """
     ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
     phases, times = style.PHASE_COLOURS, {}
+    if any("forward_ms" not in result.summary() for result in results.values()):
+        phases = {"step": style.BLUE}
     for label, result in results.items():
         times[label] = {phase: result.value(f"{phase}_ms") for phase in phases}
     ends = [sum(parts.values()) for parts in times.values()]
     style.draw_rows(ax, times, phases, [f"{end:.0f} ms" for end in ends])
+    handles = style.legend_patches(phases)
+    if arithmetic:
+        for row, parts in enumerate(times.values()):
+            _hatch_exposed(ax, row, parts, arithmetic)
+        handles.append(Patch(**EXPOSED_LOOK, label="exposed"))
+    for row, label in enumerate(results):
+        if predicted and label in predicted:
+            ends.append(predicted[label])
+            ax.plot([predicted[label]] * 2, [row - 0.4, row + 0.4], **style.PREDICTION_STYLE)
+    if predicted:
+        handles.append(style.prediction_handle("theory"))
     ax.set_xlabel("time of one training step, ms (median of the timed steps, slowest rank)")
     ax.set_xlim(0, max(ends) * 1.15)
-    style.add_legend_above(ax, 3, style.legend_patches(phases))
+    style.add_legend_above(ax, len(handles), handles)
     return style.add_stamp(ax, results.values())
+
+
+def _hatch_exposed(ax: Axes, row: int, parts: Numbers, arithmetic: Numbers) -> None:
+    start = 0.0
+    for phase, took in parts.items():
+        exposed = max(0.0, took - arithmetic[phase]) if phase in arithmetic else 0.0
+        ax.barh(row, exposed, left=start + took - exposed, **EXPOSED_LOOK)
+        start += took
 
 
 def debug_costs(step_ms: Numbers, result: RunResult, *, ax: Axes | None = None) -> Axes:
@@ -131,7 +167,13 @@ def debug_costs(step_ms: Numbers, result: RunResult, *, ax: Axes | None = None) 
     return style.add_stamp(ax, [result])
 
 
-def loss_curves(results: Runs, *, chance: float | None = None, ax: Axes | None = None) -> Axes:
+def loss_curves(
+    results: Runs,
+    *,
+    chance: float | None = None,
+    ylabel: str = "loss (cross-entropy, nats)",
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the loss by step, one line per run, and the loss of guessing, ``chance``, as a line.
 
     A run that resumed another's checkpoint continues its step numbers. If a run lost a host, the
@@ -146,7 +188,7 @@ def loss_curves(results: Runs, *, chance: float | None = None, ax: Axes | None =
         ax.axhline(chance, color=style.GREY, lw=1)
         look = {"xycoords": ("axes fraction", "data"), "ha": "right", "color": style.GREY}
         style.add_note(ax, "guessing", (1, chance), (-2, 2), **look)
-    ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
+    ax.set(xlabel="training step", ylabel=ylabel)
     ax.legend(frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
 

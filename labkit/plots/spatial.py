@@ -312,20 +312,3 @@ def _strip_box(start: float, size: float, top: float, height: float, tensor_dim:
     if tensor_dim == 3:
         return start, top, size, height
     return 0, top + start * height, 1, size * height
-
-
-def strip_step_times(seconds: Mapping[str, Mapping[int, tuple[float, float]]]) -> Sequence[Axes]:
-    """Draw the predicted time of a step by number of ranks, in one panel per machine.
-
-    ``seconds`` are of arithmetic and of messages, by machine and number of ranks.
-    """
-    axes = style.make_panels(seconds, width=4.2, height=3.2)
-    colours = {"arithmetic": style.BLUE, "messages": style.ORANGE}
-    for ax, by_ranks in zip(axes, seconds.values(), strict=True):
-        bars = {}
-        for ranks, times_s in by_ranks.items():
-            bars[str(ranks)] = dict(zip(colours, times_s, strict=True))
-        style.draw_bar_stacks(ax, bars, {}, colours, 1e-3, columns=2)
-        ax.set(xlabel="ranks", ylabel="predicted time of a step, ms")
-        ax.set_ylim(0, 1.12e3 * max(map(sum, by_ranks.values())))
-    return axes

@@ -185,6 +185,21 @@ def draw_rows(ax: Axes, rows: Stacks, colours: Colours, texts: Iterable[str], **
     ax.invert_yaxis()
 
 
+def draw_rows_with_choice(
+    ax: Axes, rows: Stacks, colours: Colours, chosen: str, measured: float = 0.0
+) -> None:
+    """Draw a bar across for each label with its sum, one label in bold, and a dot if measured."""
+    where, ends = list(rows).index(chosen), [sum(parts.values()) for parts in rows.values()]
+    draw_rows(ax, rows, colours, map(short_number_text, ends), **FRAME_STYLE)
+    # Beyond the dot, which would hide the number.
+    ax.texts[where].set(x=max(ends[where], 1.03 * measured), weight="bold")
+    ax.get_yticklabels()[where].set_fontweight("bold")
+    if measured:
+        ax.plot(measured, where, "o", color=BLUE, markeredgecolor="white")
+    ax.set_xlim(0, 1.25 * max(*ends, measured))
+    ax.tick_params(axis="y", length=0)
+
+
 def draw_bar_stacks(
     ax: Axes,
     predicted: Stacks,

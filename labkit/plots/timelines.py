@@ -28,10 +28,7 @@ def timeline(
     Operations that overlap in one lane share its height. Lines separate the ranks of different
     hosts, and the host's name is at its first rank. ``ranks`` are by default all that ran.
     """
-    bars = result.frame[result.frame["kind"] == "bar"]
-    bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
-    # Slots and names are given in the order of time.
-    bars = bars.sort_values("start", kind="stable")
+    bars = _bars(result)
     shown = result.active_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
     if missing:
@@ -53,21 +50,13 @@ def timeline(
             if position:
                 ax.axhline(top - 0.7, color=style.GREY, lw=0.8)
         last_host = host
-        lanes = {name: each for name, each in bars[bars["rank"] == rank].groupby("lane")}
-        for row, name in enumerate(LANES):
-            if name in lanes:
-                _draw_lane(ax, lanes[name], top + row - 0.4)
-            elif name == "communication" and result.world_size == 1:
-                said = " one rank sends nothing"
-                ax.text(0, top + row, said, va="center", fontsize="small", color=style.GREY)
-        if "exposed" in lanes:
-            spans = lanes["exposed"][["start", "length"]].to_numpy()
-            ax.broken_barh(spans, (top + 1.42, 0.14), color=style.EXPOSURE_COLOUR)
-    ax.set(yticks=list(labels), yticklabels=list(labels.values()))
+        own = bars[bars["rank"] == rank]
+        _draw_rank(ax, own, top)
+        if result.world_size == 1 and "communication" not in set(own["lane"]):
+            said = " one rank sends nothing"
+            ax.text(0, top + 1, said, va="center", fontsize="small", color=style.GREY)
+    _finish_rows(ax, labels, len(shown))
     ax.set_xlabel("time since each rank began its step, ms")
-    ax.tick_params(axis="y", length=0)
-    # From the top down: rank 0 comes first.
-    ax.set_ylim(RANK_PITCH * len(shown) - 0.45, -0.6)
     _, exposed_ms, step_ms = _communication_ms(result, shown)
     phases = set(bars["phase"])
     colours = {phase: colour for phase, colour in BAR_COLOURS.items() if phase in phases}
@@ -79,20 +68,35 @@ def timeline(
     return style.add_stamp(ax, [result])
 
 
-def communication_exposure(results: Runs, *, ax: Axes | None = None) -> Axes:
-    """Draw hidden and exposed communication of the profiled step, the mean of the ranks, by run."""
-    ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
-    colours = {"exposed": style.EXPOSURE_COLOUR, "hidden behind compute": style.SKY}
-    rows, texts, longest = {}, [], 0.0
+def timelines_by_run(results: Runs, *, rank: int = 0, ax: Axes | None = None) -> Axes:
+    """Draw one rank's step of each run on a common scale of time, one run below the other."""
+    for result in results.values():
+        if not ((result.frame["kind"] == "bar") & (result.frame["rank"] == rank)).any():
+            raise ValueError(f"no timeline of rank {rank}: run it with its option timeline=True")
+    ax = style.make_axes(ax, 8.5, 1.3 + 1.1 * len(results))
+    steps = {}
     for label, result in results.items():
-        whole, exposed, step = _communication_ms(result, result.active_ranks)
-        rows[label] = dict(zip(colours, (exposed, whole - exposed), strict=True))
-        share = f"{exposed / step:.0%} of the step"
-        texts.append(f"{exposed:.0f} of {whole:.0f} ms exposed, {share}")
-        longest = max(longest, whole)
-    style.draw_rows(ax, rows, colours, texts)
-    ax.set(xlabel="communication in one step, ms (mean of the ranks)", xlim=(0, longest * 1.75))
-    style.add_legend_above(ax, 2, style.legend_patches(colours))
+        bars = _bars(result)
+        bars = bars[bars["rank"] == rank]
+        # Where no unit is marked, as in a compiled graph, all would have the name of the whole.
+        if set(bars.loc[bars["lane"] == "compute", "name"]) <= {"root", ""}:
+            bars = bars.assign(name="")
+        steps[label] = bars
+    ends = {label: (bars["start"] + bars["length"]).max() for label, bars in steps.items()}
+    # Room for the texts behind the longest step.
+    ax.set_xlim(0, 1.13 * max(ends.values()))
+    labels: dict[float, str] = {}
+    for position, (label, bars) in enumerate(steps.items()):
+        top = RANK_PITCH * position
+        labels |= {top: label, top + 1: "all-reduces"}
+        _draw_rank(ax, bars, top)
+        ax.text(ends[label], top, f" {ends[label]:.0f} ms", va="center", fontsize=9)
+    _finish_rows(ax, labels, len(results))
+    ax.set_xlabel(f"time since rank {rank} began its step, ms")
+    phases = set().union(*(bars["phase"] for bars in steps.values()))
+    colours = {phase: colour for phase, colour in BAR_COLOURS.items() if phase in phases}
+    colours["exposed"] = style.EXPOSURE_COLOUR
+    style.add_legend_above(ax, len(colours), style.legend_patches(colours), **style.SMALL_LEGEND)
     return style.add_stamp(ax, results.values())
 
 
@@ -135,6 +139,32 @@ def _communication_ms(result: RunResult, ranks: Sequence[int]) -> list[float]:
         names = ["reckoned_communication_s", "reckoned_exposed_s", "reckoned_step_s"]
         unit = 1000.0
     return list(unit * result.summary().loc[list(ranks), names].astype(float).mean())
+
+
+def _bars(result: RunResult) -> pandas.DataFrame:
+    """Return the bars of a profiled step in the order of time; start and length are in ms."""
+    bars = result.frame[result.frame["kind"] == "bar"]
+    bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
+    return bars.sort_values("start", kind="stable")
+
+
+def _draw_rank(ax: Axes, bars: pandas.DataFrame, top: float) -> None:
+    """Draw both lanes of a rank, and underline what is exposed."""
+    lanes = {name: each for name, each in bars.groupby("lane")}
+    for row, name in enumerate(LANES):
+        if name in lanes:
+            _draw_lane(ax, lanes[name], top + row - 0.4)
+    if "exposed" in lanes:
+        spans = lanes["exposed"][["start", "length"]].to_numpy()
+        ax.broken_barh(spans, (top + 1.42, 0.14), color=style.EXPOSURE_COLOUR)
+
+
+def _finish_rows(ax: Axes, labels: dict[float, str], count: int) -> None:
+    """Name the lanes, of which ``count`` pairs stand one below the other."""
+    ax.set(yticks=list(labels), yticklabels=list(labels.values()))
+    ax.tick_params(axis="y", length=0)
+    # From the top down: the first pair stands on top.
+    ax.set_ylim(RANK_PITCH * count - 0.45, -0.6)
 
 
 def _draw_lane(ax: Axes, bars: pandas.DataFrame, top: float) -> None:

@@ -1,4 +1,4 @@
-"""Explorer of lab 4: what DDP's bucket size does to the messages of a backward pass."""
+"""Explorer of lab 4b: what DDP's bucket size does to the messages of a backward pass."""
 
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
+from labkit.theory.emulated import Emulated, slow_motion_factor
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
 # The * is DDP's default, whose first bucket closes at 1 MiB.
@@ -22,11 +23,12 @@ BUCKET_SIZES_MB = {
     "100 MiB": 100.0,
 }
 NETWORKS = {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)}
-CARRIERS = {"the computing core": False, "a network card": True}
+# In an all-reduce of two ranks, each sends twice.
+RANKS, ALL_REDUCE_STEPS = 2, 2
 
 
 class BucketExplorer(Explorer):
-    """A chain of linear layers under DDP; a run measures what a message costs on this machine."""
+    """A chain of linear layers under DDP; a run emulates the chosen network card in slow motion."""
 
     title = "Which gradients travel together, and what hides them?"
     controls: ClassVar = {
@@ -35,43 +37,35 @@ class BucketExplorer(Explorer):
         "alpha_us": Control("alpha, µs a message", (5, 20, 100, 400), 100),
         "gb_per_s": Control("1 / beta, GB/s", (1, 2, 10, 100), 2),
         "backward_ms": Control("arithmetic, ms", (2, 5, 20), 5),
-        "hidden": Control("messages are carried by", CARRIERS, False),
     }
     formulas = (theory.bucket_plan, theory.bucket_transfer_times, theory.smallest_bucket_bytes)
-    tolerances: ClassVar = {"backward_ms": 1 / 3}
+    tolerances: ClassVar = {"backward_ms": 0.15}
+    run_tip = "measure this on two real ranks that wait for the chosen times in slow motion"
     size = (8.5, 3.4)
 
     def predict(self, **chosen: Any) -> dict[str, float]:
         layers, dim = chosen["network"]
         buckets = theory.chain_buckets(dim, chosen["bucket_mb"], layers=layers)
         size = sum(sum(each.values()) for each in buckets)
-        return {"all_reduce_count": len(buckets), "all_reduce_bytes": size}
-
-    def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
+        sent = {"all_reduce_count": len(buckets), "all_reduce_bytes": size}
+        return sent | {"backward_ms": 1e3 * _backward_end_s(**chosen)}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
-        # As soon as a run has measured costs, they replace the chosen ones.
-        drawn, measured_s, source = chosen, 0.0, "costs as chosen"
-        if result is not None:
-            drawn = chosen | _costs_from_run(result)
-            measured_s, source = result.value("backward_ms") / 1e3, "costs measured by this run"
-        margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
+        measured_s = self.measured_value("backward_ms", result) / 1e3 if result else 0.0
+        margins = {"left": 0.115, "right": 0.985, "top": 0.86, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
-        backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
-        journeys = _bucket_transfer_times(**drawn)
-        plots.backward_timeline(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
+        backward_s = chosen["backward_ms"] / 1e3
+        journeys = _bucket_transfer_times(**chosen)
+        plots.backward_timeline(journeys, backward_s, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
         parts = {}
         for name, size in BUCKET_SIZES_MB.items():
-            exposed_s = _backward_end_s(**drawn | {"bucket_mb": size}) - backward_s
+            exposed_s = _backward_end_s(**chosen | {"bucket_mb": size}) - backward_s
             parts[name] = (backward_s, exposed_s)
             if size == chosen["bucket_mb"]:
                 label = name
         plots.backward_time_by_bucket_size(parts, label, measured_s=measured_s, ax=sizes)
         sizes.set_xlabel("backward pass, ms (*: first bucket at 1 MiB)", fontsize=8)
-        costs = f"alpha {drawn['alpha_us']:,.0f} µs, 1 / beta {drawn['gb_per_s']:.2g} GB/s"
-        figure.text(0.01, 0.985, f"{source}: {costs}", fontsize=9, va="top")
         end_ms, exposed_ms = 1e3 * sum(parts[label]), 1e3 * parts[label][1]
         words = (
             f"{style.count_text(len(journeys), 'bucket')}, "
@@ -85,31 +79,33 @@ class BucketExplorer(Explorer):
 
     def launch(self, **chosen: Any) -> RunResult:
         layers, dim = chosen["network"]
-        sizes = {"dim": dim, "layers": layers, "batch": 32, "bucket_mb": chosen["bucket_mb"]}
-        return labkit.run("ddp_compile", nproc=2, mode="ddp", steps=8, costs=True, **sizes)
+        sizes = {"dim": dim, "layers": layers, "batch": 2, "bucket_mb": chosen["bucket_mb"]}
+        hardware = _slow_network_card(**chosen)
+        return labkit.run(
+            "ddp_compile", nproc=RANKS, mode="ddp", steps=1, emulate=hardware, **sizes
+        )
 
 
-def _bucket_transfer_times(**drawn: Any) -> list[tuple[float, float]]:
+def _slow_network_card(**chosen: Any) -> Emulated:
+    """Return hardware with the chosen costs in slow motion."""
+    slower = slow_motion_factor(_backward_end_s(**chosen))
+    layers, _ = chosen["network"]
+    return Emulated(
+        latency_us=slower * chosen["alpha_us"] / ALL_REDUCE_STEPS,
+        gb_per_s=chosen["gb_per_s"] / slower,
+        backward_ms=slower * chosen["backward_ms"] / layers,
+        hardware=f"a card of {chosen['alpha_us']} µs and {chosen['gb_per_s']} GB/s",
+        slower=slower,
+    )
+
+
+def _bucket_transfer_times(**chosen: Any) -> list[tuple[float, float]]:
     """Return when each bucket leaves and arrives, in seconds."""
-    layers, dim = drawn["network"]
-    network = AlphaBeta(drawn["alpha_us"] / 1e6, 1e-9 / drawn["gb_per_s"])
-    backward_s, how = drawn["backward_ms"] / 1e3, {"network": network, "hidden": drawn["hidden"]}
-    size_mb = drawn["bucket_mb"]
-    return theory.backward_transfer_times(dim, layers, size_mb, backward_s=backward_s, **how)
+    layers, dim = chosen["network"]
+    network = AlphaBeta(chosen["alpha_us"] / 1e6, 1e-9 / chosen["gb_per_s"])
+    how: dict[str, Any] = {"backward_s": chosen["backward_ms"] / 1e3, "network": network}
+    return theory.backward_transfer_times(dim, layers, chosen["bucket_mb"], **how)
 
 
-def _backward_end_s(**drawn: Any) -> float:
-    return max(drawn["backward_ms"] / 1e3, _bucket_transfer_times(**drawn)[-1][1])
-
-
-def _costs_from_run(result: RunResult) -> dict[str, float]:
-    """Return the costs that a run measured, by the names of the controls."""
-    # The run sends the same bytes in one message and in 64.
-    pieces_s = {count: [result.value(f"pieces_{count}_ms") / 1e3] for count in (1, 64)}
-    network = theory.fit_from_message_counts(pieces_s, int(result.value("all_reduce_bytes")))
-    return {
-        # A disturbed round may push the fitted line below 0.
-        "alpha_us": max(0.0, 1e6 * network.alpha_s),
-        "gb_per_s": 1e-9 / max(1e-15, network.beta_s_per_byte),
-        "backward_ms": result.value("alone_ms"),
-    }
+def _backward_end_s(**chosen: Any) -> float:
+    return max(chosen["backward_ms"] / 1e3, _bucket_transfer_times(**chosen)[-1][1])

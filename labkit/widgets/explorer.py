@@ -23,6 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from labkit import requirements
 from labkit.environment import ENV_WIDGETS, read_choice
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
@@ -98,15 +99,26 @@ class Explorer(ABC):
     def launch(self, **chosen: Any) -> RunResult:
         """Measure what ``predict`` returns on real ranks."""
 
-    def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        """Return predictions that need the costs measured by a run, such as times."""
-        return {}
+    def measured_value(self, name: str, result: RunResult) -> float:
+        """Return a value of a run; a time in slow motion as it would be on the hardware."""
+        hardware = result.emulated if name.endswith("_ms") else None
+        return result.value(name) / (hardware.slower if hardware else 1)
 
     def table_row(self, name: str, predicted: float, result: Measured) -> dict[str, str]:
         """Return one predicted value beside the measured one, as text, and how far it is off."""
-        measured = result.value(name) if result else None
+        measured = self.measured_value(name, result) if result else None
         tolerance = self.tolerances.get(name, 0.0)
         return comparison_row({"theory": predicted}, "measured", measured, tolerance)
+
+    def too_many_ranks_text(self, ranks: int) -> str:
+        """Return why this machine cannot run as many ranks, and what to change; "" if it can."""
+        most = 4 * len(requirements.usable_cores())
+        if ranks <= most:
+            return ""
+        return (
+            f"{ranks} ranks are theory here: "
+            f"to run it, take {most} or fewer on this machine's cores"
+        )
 
     def refusal_reason(self, **chosen: Any) -> str:
         """Return why this machine cannot measure these values, and what to change; "" if it can."""
@@ -114,11 +126,8 @@ class Explorer(ABC):
 
     @property
     def prediction(self) -> dict[str, float]:
-        """Predictions for the chosen values, with this machine's costs once they are measured."""
-        said = self.predict(**self.chosen)
-        if self.result is not None:
-            said |= self.predict_from_run(self.result, **self.chosen)
-        return said
+        """Predictions for the chosen values."""
+        return self.predict(**self.chosen)
 
     @property
     def result(self) -> Measured:

@@ -155,11 +155,11 @@ class SpatialExplorer(Explorer):
         part = halo / _cut_side(**chosen)
         plots.strip_layout(eyes, (data, space), chosen["batch"], part, **look)
         if space > 1:
-            sizes = f"{theory.HALO} of its pixels, {halo} of the image"
-            figure.text(0.01, 0.05, f"shaded: the halo in the last stage,\n{sizes}", fontsize=9)
+            sizes = f"{theory.HALO} of its pixels, {halo} image pixels"
+            figure.text(0.01, 0.05, f"shaded: sent for the last stage,\n{sizes}", fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone: float = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        bars = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
+        bars = {"unsharded": {"activations": alone}, "a rank": {"activations": held}}
         seen, sent = {}, {}
         if result is not None:
             found = {name: result.value(name) for name in predicted}

@@ -1,97 +1,84 @@
 """Explorer of lab 5: bytes and time along both axes of a mesh, by the number of ranks along tp."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import requirements
 from labkit.plots import style
 from labkit.plots import two_dim as plots
 from labkit.runs.result import RunResult
-from labkit.theory import collectives
 from labkit.theory import two_dim as theory
-from labkit.theory.collectives import AlphaBeta
+from labkit.theory.emulated import GIGA, Emulated, slow_motion_factor
+from labkit.theory.fsdp import FLOAT_BYTES
 from labkit.theory.sizes import readable_bytes
+from labkit.theory.two_dim import H100_FLOPS_PER_S, NVLINK_BYTES_PER_S
 from labkit.widgets.explorer import Control, Explorer, Measured, Numbers
 
-# Until a run has measured it: an H100 in bfloat16, at 40 % of its data sheet.
-FLOPS_PER_S = 400e12
-SAMPLE_TOKENS = 8
-# A run takes no step with more operations.
-MAX_RUN_OPERATIONS = 2e10
-LINK_GB_PER_S = (10, 50, 400, 450)
+TEXT_TOKENS = 2048
+# A run trains a stack of this width, on samples of 8 tokens, in place of the chosen one.
+RUN_DIM, SAMPLE_TOKENS = 64, 8
 TP_SIZES = (1, 2, 4, 8, 16)
 OVERLAPS = {"are waited for": False, "travel meanwhile": True}
 
 
 class TwoAxesExplorer(Explorer):
-    """Lab 5's stack of three MLPs; a run measures this machine's arithmetic and links.
-
-    Times are predicted too short where ranks share a core, since they wait for each other's turn.
-    """
+    """A stack of three MLPs on H100s; a run trains a small one with links in slow motion."""
 
     title = "How many ranks share a matrix?"
     controls: ClassVar = {
-        "ranks": Control("ranks", (2, 4, 16, 64), 4),
-        "tp": Control("along tp", TP_SIZES, 2),
-        "dim": Control("width", (64, 128, 256, 4096), 128),
-        "tokens": Control("tokens in a step", (128, 512, 2048, 131072), 512),
-        "tp_gb_per_s": Control("along tp, GB/s", LINK_GB_PER_S, 450),
-        "data_gb_per_s": Control("along data, GB/s", LINK_GB_PER_S, 50),
+        "ranks": Control("GPUs", (2, 4, 8, 64), 8),
+        "host": Control("GPUs in a host", (4, 8), 4),
+        "tp": Control("along tp", TP_SIZES, 4),
+        "dim": Control("width", (1024, 4096, 16384), 4096),
+        "tokens": Control("tokens in a step", (16384, 32768, 131072), 131072),
+        "card_gb_per_s": Control("card of each GPU, GB/s", (10, 50, 400), 50),
         "overlap": Control("messages along data", OVERLAPS, False),
     }
     formulas = (
-        theory.step_collectives_by_axis,
-        theory.axis_wire_bytes,
+        theory.cluster_links,
+        theory.cluster_steps,
         theory.step_seconds,
         theory.seconds_after_overlap,
     )
-    tolerances: ClassVar = {"passes_ms": 1 / 3}
+    tolerances: ClassVar = {"step_ms": 0.15}
+    run_tip = "measure this on real ranks that wait for the chosen times in slow motion"
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        ranks, tp, splits = chosen["ranks"], chosen["tp"], _splits(**chosen)
-        if tp not in splits:
+        ranks, tp, sizes = chosen["ranks"], chosen["tp"], _tp_sizes(**chosen)
+        if tp not in sizes:
             raise ValueError(
-                f"{ranks} ranks with tp = {tp} cannot share "
-                f"{chosen['tokens'] // SAMPLE_TOKENS} samples evenly: "
-                f"take tp {' or '.join(map(str, splits))}"
+                f"{ranks} ranks with tp = {tp} cannot share {chosen['tokens'] // TEXT_TOKENS} "
+                f"texts of {TEXT_TOKENS} tokens evenly: take tp {' or '.join(map(str, sizes))}"
             )
-        tokens, axes = splits[tp]
-        pairs = theory.mlp_pairs(chosen["dim"])
-        return dict(theory.step_collectives_by_axis(pairs, tokens, **axes))
-
-    def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        costs, _ = _costs_from_run(result, **chosen)
-        return {"passes_ms": 1e3 * sum(_step_seconds(costs, **chosen)[chosen["tp"]].values())}
+        axes = {"data": ranks // tp, "tp": tp}
+        # Bytes of a run are those of its small stack.
+        sent = theory.step_collectives_by_axis(theory.mlp_pairs(RUN_DIM), TEXT_TOKENS, **axes)
+        counts = {name: count for name, count in sent.items() if name.endswith("_count")}
+        return {**counts, "step_ms": 1e3 * sum(_steps(**chosen)[1][tp].values())}
 
     def draw(self, figure: Figure, predicted: Numbers, result: Measured, **chosen: Any) -> str:
-        ranks, tp = chosen["ranks"], chosen["tp"]
-        (costs, text), counted, took_s = _costs_from_controls(**chosen), None, 0.0
+        ranks, tp, counted, took_s = chosen["ranks"], chosen["tp"], None, 0.0
         if result is not None:
-            costs, text = _costs_from_run(result, **chosen)
             handed = {name: result.value(name) for name in result.summary() if "/" in name}
-            counted = {str(tp): theory.axis_wire_bytes(handed, data=ranks // tp, tp=tp)}
-            took_s = result.value("passes_ms") / 1e3
-        wires, pairs = {}, theory.mlp_pairs(chosen["dim"])
-        for each, (tokens, axes) in _splits(**chosen).items():
-            expected = theory.step_collectives_by_axis(pairs, tokens, **axes)
-            wires[str(each)] = theory.axis_wire_bytes(expected, **axes)
-        seconds = _step_seconds(costs, **chosen)
+            small = theory.axis_wire_bytes(handed, data=ranks // tp, tp=tp)
+            larger = _size_ratio(**chosen)
+            counted = {str(tp): {axis: larger * size for axis, size in small.items()}}
+            took_s = self.measured_value("step_ms", result) / 1e3
+        by_tp, seconds = _steps(**chosen)
+        wires = {str(each): parts for each, parts in by_tp.items()}
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
-        margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
+        margins = {"left": 0.09, "right": 0.985, "top": 0.86, "bottom": 0.21, "wspace": 0.25}
         sent, times = figure.subplots(1, 2, gridspec_kw=margins)
         xlabel = f"ranks along tp, of {ranks}"
         plots.traffic_by_axis(wires, counted, ax=sent, xlabel=xlabel)
-        look: dict[str, Any] = {"measured_s": took_s, "ax": times, "xlabel": xlabel}
-        plots.step_time_by_split(seconds, chosen=tp, **look)
+        look: dict[str, Any] = {"measured_s": took_s, "ax": times}
+        plots.step_time_by_split(seconds, chosen=tp, xlabel=f"{xlabel}; bold: chosen", **look)
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
             # Every bar has its number, and each tick takes time to draw.
             ax.locator_params(axis="y", nbins=3)
-        figure.text(0.01, 0.99, text, fontsize=9, va="top")
         along_tp, along_data = (readable_bytes(wires[str(tp)][axis]) for axis in ("tp", "data"))
         words = (
             f"{ranks} ranks, {tp} along tp: a rank sends {along_tp} along tp and {along_data} "
@@ -102,74 +89,62 @@ class TwoAxesExplorer(Explorer):
         return f"{words}; it took {style.duration_text(took_s)}" if took_s else words
 
     def refusal_reason(self, **chosen: Any) -> str:
-        most, operations = 2 * len(requirements.usable_cores()), _step_operations(**chosen)
-        if chosen["ranks"] > most:
+        if refusal := self.too_many_ranks_text(chosen["ranks"]):
+            return refusal
+        if chosen["overlap"]:
             return (
-                f"{chosen['ranks']} ranks are theory here: "
-                f"to run it, take {most} or fewer on this machine's cores"
-            )
-        if operations > MAX_RUN_OPERATIONS:
-            return (
-                f"a step of {operations:.0e} operations is theory here: "
-                "to run it, take a smaller width or fewer tokens"
+                "on the CPU FSDP waits for its messages, so that they travel meanwhile is theory "
+                "here: to run it, choose that they are waited for"
             )
         return ""
 
     def launch(self, **chosen: Any) -> RunResult:
-        sizes = {name: chosen[name] for name in ("tp", "dim")}
-        sizes["batch"] = chosen["tokens"] // SAMPLE_TOKENS
-        return labkit.run("two_dim", nproc=chosen["ranks"], steps=1, costs=True, **sizes)
+        # As many times fewer tokens as the width is smaller: both axes keep their share of a step.
+        batch = chosen["tokens"] * RUN_DIM // chosen["dim"] // SAMPLE_TOKENS
+        how: dict[str, Any] = {"tp": chosen["tp"], "dim": RUN_DIM, "batch": batch, "steps": 1}
+        return labkit.run("two_dim", nproc=chosen["ranks"], emulate=_slow_links(**chosen), **how)
 
 
-def _splits(**chosen: Any) -> dict[int, tuple[int, dict[str, Any]]]:
-    """Return, by size of tp, the tokens of a tp group and the sizes of the mesh's axes."""
-    ranks, tokens = chosen["ranks"], chosen["tokens"]
-    sizes = theory.valid_tp_sizes(ranks, tokens // SAMPLE_TOKENS, TP_SIZES)
-    return {tp: (tokens * tp // ranks, {"data": ranks // tp, "tp": tp}) for tp in sizes}
+def _slow_links(**chosen: Any) -> Emulated:
+    """Return H100s with the chosen cards in slow motion, for the small stack of a run."""
+    ranks = chosen["ranks"]
+    # What all ranks really compute on two cores must be little beside what they wait for.
+    step_s = sum(_steps(**chosen)[1][chosen["tp"]].values())
+    slower = slow_motion_factor(step_s / max(1, ranks / 2))
+    pairs = theory.mlp_pairs(chosen["dim"])
+    # A third of a step's operations are those of the forward pass.
+    operations = theory.step_flops_per_token(pairs) * chosen["tokens"] / 3 / len(pairs)
+    pace = slower * _size_ratio(**chosen)
+    return Emulated(
+        gb_per_s=NVLINK_BYTES_PER_S / GIGA / pace,
+        between_gb_per_s=chosen["card_gb_per_s"] / pace,
+        ranks_per_host=chosen["host"],
+        forward_ms=1e3 * slower * operations / H100_FLOPS_PER_S,
+        hardware=f"H100s, {chosen['host']} a host, cards of {chosen['card_gb_per_s']} GB/s",
+        slower=slower,
+    )
 
 
-def _step_seconds(costs: Mapping[str, Any], **chosen: Any) -> dict[int, dict[str, float]]:
-    """Return the seconds of each part of a rank's step, by size of tp."""
-    times, pairs = {}, theory.mlp_pairs(chosen["dim"])
-    for tp, (tokens, axes) in _splits(**chosen).items():
-        seconds = theory.step_seconds(pairs, tokens, **axes, **costs)
-        times[tp] = theory.seconds_after_overlap(seconds, chosen["overlap"])
-    return times
+def _size_ratio(**chosen: Any) -> float:
+    """Return how often larger the chosen stack's bfloat16 messages are than those of a run."""
+    return (chosen["dim"] / RUN_DIM) ** 2 * theory.BFLOAT16_BYTES / FLOAT_BYTES
 
 
-def _step_operations(**chosen: Any) -> float:
-    return theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"])) * chosen["tokens"]
+def _tp_sizes(**chosen: Any) -> list[int]:
+    return theory.valid_tp_sizes(chosen["ranks"], chosen["tokens"] // TEXT_TOKENS, TP_SIZES)
 
 
-def _costs_from_controls(**chosen: Any) -> tuple[dict[str, Any], str]:
-    """Return the arguments of ``theory.step_seconds`` and their text."""
-    links, texts = {}, []
-    for axis in ("tp", "data"):
-        gb_per_s = chosen[f"{axis}_gb_per_s"]
-        links[axis] = AlphaBeta(0.0, 1e-9 / gb_per_s)
-        texts.append(f"along {axis} {gb_per_s} GB/s")
-    speed = f"a rank does {FLOPS_PER_S / 1e12:.0f} TFLOP/s (assumed)"
-    text = f"costs as chosen: {', '.join(texts)}; {speed}"
-    return {"flops_per_s": FLOPS_PER_S, "links": links}, text
-
-
-def _costs_from_run(result: RunResult, **chosen: Any) -> tuple[dict[str, Any], str]:
-    """Return the arguments of ``theory.step_seconds`` and their text."""
-    found = {}
-    for axis, ranks in (("tp", chosen["tp"]), ("data", chosen["ranks"] // chosen["tp"])):
-        if ranks > 1:
-            # The run times four all-reduces of each size in a row.
-            times_s = {size: result.value(f"{axis}_{size}_ms") / 4e3 for size in (2**12, 2**20)}
-            link = collectives.fit_alpha_beta(times_s)
-            handed = collectives.collective_wire_bytes("all_reduce", 1, ranks)
-            found[axis] = AlphaBeta(link.alpha_s, link.beta_s_per_byte / handed)
-    # An axis of one rank has no link to measure and takes the other's.
-    links = {axis: found.get(axis) or next(iter(found.values())) for axis in ("tp", "data")}
-    operations = _step_operations(**chosen) / chosen["ranks"]
-    flops_per_s = 1e3 * operations / result.value("alone_ms")
-    texts = [f"a rank {style.short_number_text(flops_per_s / 1e9)} GFLOP/s"]
-    for axis, link in links.items():
-        beta_text = style.short_number_text(1e12 * link.beta_s_per_byte)
-        texts.append(f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {beta_text} µs/MB")
-    text = f"costs measured by this run: {', '.join(texts)}"
-    return {"flops_per_s": flops_per_s, "links": links}, text
+def _steps(**chosen: Any) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
+    """Return bytes on the wire by axis, and seconds by part, by size of tp."""
+    wires, seconds = theory.cluster_steps(
+        theory.mlp_pairs(chosen["dim"]),
+        chosen["tokens"],
+        _tp_sizes(**chosen),
+        ranks=chosen["ranks"],
+        host=chosen["host"],
+        card_bytes_per_s=GIGA * chosen["card_gb_per_s"],
+    )
+    hidden = {
+        tp: theory.seconds_after_overlap(parts, chosen["overlap"]) for tp, parts in seconds.items()
+    }
+    return wires, hidden

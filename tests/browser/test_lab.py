@@ -6,8 +6,9 @@ import time
 import nbformat
 import psutil
 import pytest
+from fixture_notebook import press
 
-expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
+pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'")
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
 
 # A rank that stops in the middle of its steps until the test lets it go on.
@@ -52,19 +53,6 @@ def notebook(lab, open_notebook, screenshots, request):
     page.close()
 
 
-def execute(page, cell):
-    """Press Shift+Enter in a cell until it is taken: for a moment after its start the page loses keys."""
-    prompt = page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".jp-InputPrompt")
-    for _ in range(10):
-        page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
-        try:
-            return expect(prompt).to_have_text(re.compile(r"\[(\*|\d+)\]:"), timeout=2000)
-        except AssertionError:
-            continue
-    raise AssertionError(f"cell {cell} was never executed")
-
-
 def output(page, cell):
     return page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
 
@@ -72,8 +60,8 @@ def output(page, cell):
 def start_run(lab, page):
     """Start the run and wait until it stands before its third step; returns the ids of its processes."""
     before = set(lab.runs.glob("*"))
-    execute(page, 0)
-    execute(page, 1)
+    press(page, 0)
+    press(page, 1)
     output(page, 1).get_by_text(re.compile(r"step 2 of 4")).wait_for(timeout=LONG_MS)
     (folder,) = set(lab.runs.glob("*")) - before
     ranks = [int(path.read_text().split()[0]) for path in sorted(folder.glob("rank_*.pid"))]
@@ -110,7 +98,7 @@ def test_the_stop_button_ends_the_ranks_and_the_kernel_lives_on(lab, notebook, s
     assert_gone(processes)
     output(notebook, 1).get_by_text("KeyboardInterrupt").first.wait_for(timeout=SHORT_MS)
     notebook.screenshot(path=screenshots / "interrupted.png")
-    execute(notebook, 2)
+    press(notebook, 2)
     output(notebook, 2).get_by_text("alive 42").wait_for(timeout=SHORT_MS)
 
 
@@ -119,5 +107,5 @@ def test_restarting_the_kernel_ends_the_ranks(lab, notebook):
     notebook.locator('[data-command="notebook:restart-kernel"]').first.click()
     notebook.locator(".jp-Dialog-button.jp-mod-accept").click(timeout=SHORT_MS)
     assert_gone(processes)
-    execute(notebook, 2)
+    press(notebook, 2)
     output(notebook, 2).get_by_text("alive 42").wait_for(timeout=LONG_MS)

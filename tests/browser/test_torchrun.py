@@ -1,11 +1,10 @@
 """A person in JupyterLab writes rank code into cells: output, values, errors, an endless loop."""
 
-import re
-
 import nbformat
 import pytest
+from fixture_notebook import output_of
 
-expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
+pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'")
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
 LONG_MS = 40_000
 
@@ -42,22 +41,6 @@ def notebook(lab, open_notebook, screenshots):
     page.locator(".jp-Notebook .jp-CodeCell").nth(len(CELLS) - 1).wait_for(timeout=LONG_MS)
     yield page
     page.close()
-
-
-def output_of(page, number):
-    """Press Shift+Enter in a cell until it is taken, and wait for its end; its output."""
-    cell = page.locator(".jp-Notebook .jp-CodeCell").nth(number)
-    for _ in range(10):
-        cell.locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
-        try:
-            expect(cell.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[(\*|\d+)\]:"), timeout=2000)
-            break
-        except AssertionError:  # for a moment after its start the page loses keys
-            continue
-    expect(cell.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]:"), timeout=LONG_MS)
-    page.wait_for_timeout(300)  # what the kernel has sent is drawn
-    return cell.locator(".jp-Cell-outputArea").inner_text()
 
 
 def test_cells_of_rank_code(notebook, screenshots):
