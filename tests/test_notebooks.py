@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -155,18 +156,81 @@ def accepted_by_program(call):
 
 @pytest.mark.long  # what they run, the solved notebooks run, too; an empty answer is judged in test_exercises.py
 @pytest.mark.notebook
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lab", [lab for lab in LABS if lab.name not in ELSEWHERE], ids=lambda lab: lab.name)
 def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_values(lab, tmp_path, monkeypatch):
     values = read_small_values(lab.name)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    nbformat.write(with_second_round(lab.learner), tmp_path / "twice.ipynb")
     papermill.execute_notebook(
-        lab.learner, tmp_path / "done.ipynb", values, cwd=tmp_path, progress_bar=False, execution_timeout=120
+        *(tmp_path / "twice.ipynb", tmp_path / "done.ipynb", values),
+        **{"cwd": tmp_path, "progress_bar": False, "execution_timeout": 120},
     )
     shown = summary(nbformat.read(tmp_path / "done.ipynb", as_version=4))
     assert shown and "differs" not in "".join(shown), shown
     assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
     assert still_alive(tmp_path / "runs") == [], "processes that the notebook has left"
+
+
+STARTS_RANKS = ("labkit.run(", "labkit.check(", "labkit.compare(", "labkit.simulate(", "labkit.plan(", "labkit.submit(")
+
+
+def with_second_round(path):
+    """A notebook of which all cells run, then those of exercises, then all once more but the parameters."""
+    notebook = nbformat.read(path, as_version=4)
+    exercises = [cell for cell in notebook.cells if "nbgrader" in cell.metadata]
+    again = [cell for cell in notebook.cells if "parameters" not in cell.metadata.get("tags", [])]
+    for cell in map(copy.deepcopy, [*exercises, *again]):
+        cell.id = f"{cell.id[:40]}-{len(notebook.cells)}"
+        notebook.cells.append(cell)
+    return notebook
+
+
+@each_lab
+def test_code_in_the_text_can_be_copied(lab):
+    text = "\n\n".join(cell.source for cell in learner_notebook(lab.source).cells if cell.cell_type == "markdown")
+    for language, code in re.findall(r"^```(python|diff)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "diff":
+            assert all(line[:2] in ("", "+ ", "- ", "  ") for line in code.splitlines()), code
+            code = "\n".join(line[2:] for line in code.splitlines() if line[:1] == "+")
+        ast.parse(code)
+
+
+@each_lab
+def test_no_cell_gives_another_meaning_to_an_imported_name(lab):
+    imported, bound = set(), set()
+    for cell in code_cells(lab.solved):
+        if not cell.source.startswith("%%torchrun"):
+            tree = ast.parse(without_magics(cell.source))
+            imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+            imported |= {(each.asname or each.name).partition(".")[0] for node in imports for each in node.names}
+            bound |= {name for node in tree.body for name in names_bound_by(node)}
+    assert not imported & bound
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if lab.name < "06"], ids=lambda lab: lab.name)
+def test_each_commit_has_a_name_of_its_own_so_that_a_cell_below_may_run_again(lab):
+    commits = [cell for cell in code_cells(lab.learner) if "commit" in cell.metadata.get("tags", [])]
+    names = [name for cell in commits for node in ast.parse(cell.source).body for name in names_bound_by(node)]
+    assert len(commits) == len({name for name in names if name.startswith("mine")}) > 0
+
+
+@each_lab
+def test_a_run_that_a_cell_has_named_is_named_so_in_all_cells(lab):
+    runs, other = set(), set()
+    for cell in code_cells(lab.solved):
+        if not cell.source.startswith("%%torchrun"):
+            for node in ast.parse(without_magics(cell.source)).body:
+                started = isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(STARTS_RANKS)
+                (runs if started else other).update(names_bound_by(node))
+    assert not runs & other, "cells below, run once more, would find something else there"
+
+
+def names_bound_by(node):
+    """What a statement of a cell itself assigns or defines; the names inside of functions are their own."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def still_alive(runs):
@@ -195,7 +259,7 @@ def setup_of(lab):
 
 @each_lab
 def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab, monkeypatch):
-    monkeypatch.setattr(doctor, "show", lambda: None)
+    monkeypatch.setattr(doctor, "show", lambda **_: None)
     imports, parameters, first_use = setup_of(lab)
     kernel, rules = {}, []
     exec(f"{imports}\n{parameters}", kernel)
@@ -214,7 +278,7 @@ def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab,
 
 @each_lab
 def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, monkeypatch):
-    monkeypatch.setattr(doctor, "show", lambda: None)
+    monkeypatch.setattr(doctor, "show", lambda **_: None)
     imports, _, first_use = setup_of(lab)
     kernel, rules = {}, []
     exec(imports, kernel)

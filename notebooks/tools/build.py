@@ -11,15 +11,23 @@ with its outputs, which nbval compares.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import nbformat
 import tyro
 
-from labkit.environment import ENV_STRICT_CLAIMS
+from labkit.environment import ENV_RUNS_FOLDER, ENV_STRICT_CLAIMS, ENV_WARM
+from labkit.errors import LabError
+from labkit.runs.history import find_runs
+from labkit.runs.result import load
+from notebooks.tools import minutes
 from notebooks.tools.execute import CellFailed, execute, strip
 from notebooks.tools.source import (
     Lab,
@@ -29,12 +37,15 @@ from notebooks.tools.source import (
     find_labs,
     inputs,
     learner_notebook,
+    read_source,
     solved_notebook,
 )
 
 FOLDER = Path(__file__).resolve().parents[1]
+README = FOLDER.parent / "README.md"
 MAX_BYTES = 1_000_000
 REGENERATE = "run: make notebooks"
+QUIET = "end them, and build again"
 
 
 def main(
@@ -55,13 +66,14 @@ def main(
     try:
         labs = find_labs(folder, names)
         if check:
-            found = [line for lab in labs for line in stale(lab)]
+            found = [line for lab in labs for line in stale(lab)] + stale_minutes(labs)
             print("\n".join(found) or f"up to date: {', '.join(lab.name for lab in labs) or 'nothing to do'}")
             return 1 if found else 0
         for lab in labs:
             write_learner(lab)
             if not learner:
                 write_solved(lab)
+        write_minutes_of_readme(labs)
     except (SourceError, CellFailed) as error:
         print(error, file=sys.stderr)
         return 1
@@ -80,17 +92,22 @@ def write_solved(lab: Lab) -> None:
     """Execute the solutions, with progress on the terminal, and write the solved notebook.
 
     Raises:
-        SourceError: the outputs name a folder of this machine, or the file would be too big.
+        SourceError: the outputs name a folder of this machine, the file would be too big, or other
+            programs disturbed its timings.
         CellFailed: a cell raised an error; the notebook up to there is kept beside, as .failed.ipynb.
     """
     start_s = time.perf_counter()
-    os.environ[ENV_STRICT_CLAIMS] = "1"  # in its kernel, a claim that does not hold is an error
     partial = lab.solved.with_suffix(".failed.ipynb")
-    notebook = execute(solved_notebook(lab.source), partial, title=lab.name)
+    # In the kernel, a claim that does not hold is an error. The first run waits until the process from which ranks are
+    # forked has imported torch, which would take it a core.
+    kernel = {ENV_STRICT_CLAIMS: "1", ENV_WARM: "1"}
+    with tempfile.TemporaryDirectory() as runs, patch.dict(os.environ, kernel | {ENV_RUNS_FOLDER: runs}):
+        notebook = execute(solved_notebook(lab.source), partial, title=lab.name)
+        disturbed = disturbed_runs()
     strip(notebook)
     notebook.metadata = solved_notebook(lab.source).metadata
     text = as_text(notebook)
-    problems = problems_with_outputs(notebook)
+    problems = problems_with_outputs(notebook) + disturbed
     if len(text.encode()) > MAX_BYTES:
         problems.append(f"{len(text.encode())} bytes are more than {MAX_BYTES}; draw figures at a lower dpi")
     if problems:
@@ -98,6 +115,37 @@ def write_solved(lab: Lab) -> None:
     lab.solved.write_text(text)
     partial.unlink()
     print(f"wrote {lab.solved}: {len(text) / 1024:.0f} KiB, {time.perf_counter() - start_s:.0f} s")
+
+
+def write_minutes_of_readme(labs: list[Lab]) -> None:
+    """Write the minutes of these labs into the README's table."""
+    readme = README.read_text()
+    if (changed := with_minutes(readme, labs)) != readme:
+        README.write_text(changed)
+
+
+def with_minutes(readme: str, labs: list[Lab]) -> str:
+    """The README with each lab's minutes in the column behind its notebook."""
+    for lab in labs:
+        core, _ = minutes.core_and_optional(minutes.split_into_parts(read_source(lab.source)))
+        readme = re.sub(rf"(\(notebooks/{lab.name}\.ipynb\) \|) \d+ \|", rf"\g<1> {core} |", readme)
+    return readme
+
+
+def stale_minutes(labs: list[Lab]) -> list[str]:
+    """A line if the README names other minutes than the labs take."""
+    readme = README.read_text()
+    return [] if readme == with_minutes(readme, labs) else [f"{README} names other minutes; {REGENERATE}"]
+
+
+def disturbed_runs() -> list[str]:
+    """Of the runs on record, those whose timings other programs have disturbed, each with the fix."""
+    problems = []
+    for entry in find_runs():
+        with contextlib.suppress(LabError):  # some labs break runs on purpose
+            if cores := load(entry.folder).cores_of_others:
+                problems.append(f"{entry.folder.name} was disturbed: other programs used {cores:.1f} cores; {QUIET}")
+    return problems
 
 
 def problems_with_outputs(notebook: Notebook) -> list[str]:

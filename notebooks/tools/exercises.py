@@ -1,6 +1,6 @@
 """Which cells of a learner's notebook are an exercise: marked for nbgrader, for labkit's own progress, and for updates.
 
-An exercise begins with a heading, ``### Exercise 3: bytes on the wire (••, 6 minutes)``. It holds a cell to complete,
+An exercise begins with a heading, ``### Exercise 3: bytes on the wire (••, 12 minutes)``. It holds a cell to complete,
 and ends with the cell that hands what was completed to a check. Both get a lasting id, so that an update finds them
 however their text has changed, and nbgrader's metadata (schema 3): a dot of difficulty is a point.
 """
@@ -60,7 +60,7 @@ def _read_heading(text: str, lab: str) -> Exercise | None:
     if not headings:
         return None
     number, title, dots = headings[-1]
-    return Exercise(f"{int(lab.partition('_')[0])}.{number}", title, len(dots))
+    return Exercise(f"{lab.partition('_')[0].removeprefix('0')}.{number}", title, len(dots))
 
 
 def _set(cell: Notebook, name: str, *, solution: bool = False, points: int = 0) -> None:

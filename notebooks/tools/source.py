@@ -16,7 +16,7 @@ from typing import Any
 import jupytext
 import nbformat
 
-from notebooks.tools import exercises
+from notebooks.tools import exercises, minutes
 
 Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -96,11 +96,21 @@ def solved_notebook(path: Path) -> Notebook:
     return _read(path, without_markers)
 
 
-def _read(path: Path, change: Callable[[str, str], str]) -> Notebook:
+def read_source(path: Path) -> Notebook:
+    """The source as a notebook, its markers included.
+
+    Raises:
+        SourceError: it begins with a header that is no notebook's.
+    """
     try:
-        notebook = jupytext.read(path, fmt="py:percent")
+        return jupytext.read(path, fmt="py:percent")
     except nbformat.ValidationError as error:
         raise SourceError(f"{path}: its header is no notebook metadata ({error.message}); it needs no header") from None
+
+
+def _read(path: Path, change: Callable[[str, str], str]) -> Notebook:
+    notebook = read_source(path)
+    minutes.write_minutes(notebook)
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells, start=1):
