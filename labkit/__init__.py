@@ -45,8 +45,9 @@ try:
         RecordError,
         RunTimedOut,
     )
+    from labkit.launcher.comparison import compare
     from labkit.launcher.progress import in_kernel
-    from labkit.launcher.run import check, run, sweep, use_one_device
+    from labkit.launcher.run import check, run, use_one_device
     from labkit.launcher.warm_start import fork_server_manager
     from labkit.runs.result import RunResult, load
     from labkit.theory.emulated import Emulated
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostLost", "LabError", "NotAllHosts", "ParameterError", "RankFailed", "RecordError"]
 __all__ += ["Emulated", "Host", "RunResult", "RunTimedOut", "SearchResult"]
-__all__ += ["check", "load", "plan", "run", "simulate", "submit", "sweep"]
+__all__ += ["check", "compare", "load", "plan", "run", "simulate", "submit"]
 __all__ += ["use_one_device"]
 
 # Imported when they are first asked for, so that the core imports no package beside it.

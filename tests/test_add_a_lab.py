@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
-COPIED = ("labkit", "labkit_simulate", "labkit_cluster", "launch", "notebooks", "tests", "pyproject.toml")
+COPIED = ("README.md", "labkit", "labkit_simulate", "labkit_cluster", "launch", "notebooks", "tests", "pyproject.toml")
 FILES = {
     "notebooks/src/90_echo.py": '''
         # %% [markdown]

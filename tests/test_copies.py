@@ -321,9 +321,15 @@ def test_a_lab_is_found_by_its_name_its_number_or_its_short_name(name):
     assert lab_catalog.find_lab(name).name == "02_fsdp_wrapping"
 
 
+@pytest.mark.parametrize("name", ["00b_ranks_at_work", "0b", "00b", "collectives_at_work"])
+def test_a_companion_has_its_labs_number_and_a_letter(name):
+    assert lab_catalog.find_lab(name).name == "00b_ranks_at_work"
+    assert [each.number for each in lab_catalog.find_lab(name).exercises] == ["0b.1", "0b.2", "0b.3"]
+
+
 @pytest.mark.parametrize("name", ["9", "fsd", "", "../02_fsdp_wrapping"])
 def test_an_unknown_lab_lists_those_that_exist(name):
-    with pytest.raises(ParameterError, match=words("… 00_ranks, 01_spatial_sharding, ")):
+    with pytest.raises(ParameterError, match=words("… 00_ranks, 00b_ranks_at_work, 01_spatial_sharding, ")):
         lab_catalog.find_lab(name)
 
 

@@ -8,16 +8,19 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import nbformat
 import pytest
+from answers import solution
 
 from labkit.checks.judge import ENV_NBGRADER
+from notebooks.tools.build import FOLDER
+from notebooks.tools.source import read_source
 
 PYTHON = Path(sys.prefix, "grade", "bin", "python")
-LAST = "check-wire_bytes"
-RIGHT = "return 2 * units - root_has_parameters if reshard_after_forward else units"
+LAST = "check-gather_and_free"
 SCORES = """
 import json, sys
 from nbgrader.api import Gradebook
@@ -72,15 +75,25 @@ def released(nbgrader, repository):
 def test_an_assignment_has_the_heads_of_functions_and_no_answers(released):
     notebook = nbformat.read(released, as_version=4)
     text = "\n".join(cell.source for cell in notebook.cells)
-    assert "def zero_bytes(parameters: int, ranks: int, stage: int) -> float:\n    ...  # your code here" in text
+    assert (
+        "def fewest_ranks(parameters: int, largest_unit: int, memory_bytes: int) -> int:\n    ...  # your code here"
+        in text
+    )
     assert "An answer" not in text
     locked = [cell for cell in notebook.cells if cell.metadata.get("nbgrader", {}).get("grade")]
     assert len(locked) == 3 and all(cell.metadata.editable is False for cell in locked)
 
 
+def lab_answer(head):
+    """The lab's own answer to the exercise that begins so, for the place of an empty one."""
+    source = read_source(FOLDER / "src" / "02_fsdp_wrapping.py")
+    (cell,) = (cell for cell in source.cells if cell.source.startswith(head))
+    return textwrap.indent(solution(cell.source), "    ").strip()
+
+
 def hand_in(nbgrader, released, cheating):
     """A learner's work: a right answer, a wrong one, none; and, cheating, a check that says what one likes to hear."""
-    answers = {"answer-all_gathers": RIGHT, "answer-zero_bytes": "return 16 * parameters"}
+    answers = {"answer-shard_parameters": lab_answer("def shard_parameters"), "answer-fewest_ranks": "return 2"}
     notebook = nbformat.read(released, as_version=4)
     for cell in notebook.cells:
         if cell.id in answers:
@@ -99,7 +112,11 @@ def test_autograde_gives_points_for_what_is_right_and_runs_its_own_checks(nbgrad
     assert graded.returncode == 0, graded.stderr[-3000:]
     assert "partial credit" not in graded.stderr, "nbgrader took a verdict that is shown for a number of points"
     scores = json.loads(nbgrader("-c", SCORES).stdout)
-    assert scores == {"check-zero_bytes": [0.0, 1.0], "check-all_gathers": [1.0, 1.0], "check-wire_bytes": [0.0, 2.0]}
+    assert scores == {
+        "check-fewest_ranks": [0.0, 1.0],
+        "check-shard_parameters": [2.0, 2.0],
+        "check-gather_and_free": [0.0, 2.0],
+    }
 
 
 def test_validate_says_which_check_fails_and_why(nbgrader, released):
@@ -107,4 +124,4 @@ def test_validate_says_which_check_fails_and_why(nbgrader, released):
     said = nbgrader("-m", "nbgrader", "validate", path)
     assert "VALIDATION FAILED ON 2 CELL" in said.stdout, said.stdout + said.stderr[-3000:]
     assert "NotPassed: not attempted" in said.stdout
-    assert "NotPassed: wrong: zero_bytes(" in said.stdout
+    assert "NotPassed: wrong: fewest_ranks(" in said.stdout

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils._pytree import tree_map, tree_map_only
 
 import labkit
+from labkit import plots
+from labkit.checks.fsdp import gather_and_free as gather_check
 from labkit.checks.fsdp import replace_source_line
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
-from labkit.parallel.buckets import assign_buckets
+from labkit.parallel import small_tensor_parallel
 from labkit.parallel.halo import Strip, pad_with_halo
-from labkit.parallel.small_ddp import small_ddp
+from labkit.parallel.small_ddp import averaging_with, small_ddp
 from labkit.tensors import pad_rows
 from labkit.theory.ddp import chain_buckets
 
@@ -28,19 +29,18 @@ SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
 
 
 def solved(lab, *names):
-    """Functions of a solved notebook, as its kernel has them: in no file that a rank could read."""
-    (path,) = SOURCES.glob(f"{lab}*.py")
+    """Functions of a solved notebook, as its kernel has them: after its imports, in no file that a rank could read."""
+    (path,) = SOURCES.glob(f"{lab}_*.py")
     tree = ast.parse(path.read_text())
-    wanted = [node for node in tree.body if getattr(node, "name", "") in names]
+    imports = (ast.Import, ast.ImportFrom)
+    wanted = [node for node in tree.body if isinstance(node, imports) or getattr(node, "name", "") in names]
     known = in_a_cell(f"<{lab}>", "\n\n".join(map(ast.unparse, wanted)))
     return {name: known[name] for name in names}
 
 
 def in_a_cell(file, text):
     """What a cell of code defines."""
-    known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
-    known |= {"tree_map": tree_map, "tree_map_only": tree_map_only, "pad_rows": pad_rows}
-    known |= {"assign_buckets": assign_buckets}
+    known = {"__name__": "__main__"}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), known)
     return known
@@ -59,6 +59,7 @@ def parity(program, **arguments):
 def fails_parity(program, **arguments):
     result = labkit.check(program, device="cpu", **arguments)
     assert not result.ok and "differ" in result.verdict_text, result
+    return result
 
 
 SPATIAL = {"nproc": 4, "strategy": "yours"}
@@ -85,7 +86,7 @@ def test_the_learners_halo_exchange_trains_convnext(monkeypatch):
 def test_an_autograd_function_of_the_learner_trains_convnext():
     names = ("exchange_halo", "return_gradients", "HaloExchange", "padded_strip")
     use = {"padded_strip": solved("01", *names)["padded_strip"]}
-    trains_as_labkits_own(use)
+    trains_as_labkits_own(use | solved("01", "reduce_gradients"))
 
 
 class NothingComesHome(torch.autograd.Function):
@@ -130,6 +131,21 @@ def test_a_wrong_halo_exchange_fails_parity():
     )
 
 
+@pytest.mark.parametrize("name", ["averaged", "not_reduced"])
+def test_gradients_that_are_not_added_up_fail_parity(name):
+    fails_parity("convnext_spatial", use={"reduce_gradients": globals()[name]}, **SPATIAL)
+
+
+def averaged(cut, head):
+    for gradient in cut:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
+def not_reduced(cut, head):
+    pass
+
+
 def test_a_policy_chooses_fsdps_units():
     use = {"is_unit": lambda module: isinstance(module, nn.Linear) and module.out_features > 1}
     parity("fsdp_wrap", wrap="yours", model="mlp_stack", use=use)
@@ -147,8 +163,24 @@ def test_a_policy_chooses_fsdps_units():
 SMALL_FSDP = {"fsdp": "yours", "model": "mlp_stack"}
 
 
+STEPS = ("shard_parameters", "gather_and_free", "reduce_and_free")
+
+
+def small_fsdp(**changed):
+    """The notebook's own three steps as one function, some of them changed."""
+    first, second, third = (solved("02", *STEPS) | changed).values()
+
+    def shard_unit(unit):
+        shard, full = first(unit)
+        second(unit, shard, full)
+        third(unit, shard, full)
+        return shard
+
+    return {"small_fsdp": shard_unit}
+
+
 def test_the_learners_small_fsdp_trains_the_stack():
-    use = solved("02", "small_fsdp")
+    use = small_fsdp()
     for wrap, ranks in (("block", 2), ("layer", 3), ("root", 2)):
         parity("fsdp_wrap", nproc=ranks, wrap=wrap, steps=3, use=use, **SMALL_FSDP)
     sizes = {"device": "cpu", "model": "mlp_stack", "dim": 32, "steps": 3}
@@ -170,16 +202,29 @@ def test_the_learners_small_fsdp_trains_the_stack():
     ],
 )
 def test_a_small_fsdp_that_does_not_divide_or_does_not_reduce_fails_parity(line, instead):
-    (right,) = solved("02", "small_fsdp").values()
-    fails_parity("fsdp_wrap", steps=3, use={"small_fsdp": replace_source_line(right, line, instead)}, **SMALL_FSDP)
+    broken = replace_source_line(solved("02", "reduce_and_free")["reduce_and_free"], line, instead)
+    fails_parity("fsdp_wrap", steps=3, use=small_fsdp(reduce_and_free=broken), **SMALL_FSDP)
+
+
+def test_the_check_of_gathering_sees_a_shard_that_autograd_follows():
+    (right,) = solved("02", "gather_and_free").values()
+    line = "dist.all_gather_into_tensor(full, shard.detach())"
+    attached = replace_source_line(right, line, line.replace(".detach()", ""))
+    assert "autograd records all_gather_into_tensor of the shard" in repr(gather_check(attached))
 
 
 def test_a_mutant_takes_a_line_that_is_there_once():
-    (right,) = solved("02", "small_fsdp").values()
-    with pytest.raises(ValueError, match=r"'shard\.grad = 0' stands 0 times in small_fsdp"):
+    (right,) = solved("02", "gather_and_free").values()
+    with pytest.raises(ValueError, match=r"'shard\.grad = 0' stands 0 times in gather_and_free"):
         replace_source_line(right, "shard.grad = 0")
-    with pytest.raises(ValueError, match=r"stands 3 times in small_fsdp: take a line that stands once"):
-        replace_source_line(right, "buffer.resize_(0)")
+    with pytest.raises(ValueError, match=r"stands 2 times in repeated: take a line that stands once"):
+        replace_source_line(repeated, "first += 1")
+
+
+def repeated(first):
+    first += 1
+    first += 1
+    return first
 
 
 TWO_TENSOR = {"extension": "your_type", "steps": 3}
@@ -187,7 +232,7 @@ TWO_TENSOR = {"extension": "your_type", "steps": 3}
 
 def two_tensor(**changed):
     """What the notebook's own class makes of a weight, with methods of its own or with others."""
-    kind = solved("03", "new_two", "dispatch", "pre_all_gather", "post_all_gather", "TwoTensor")["TwoTensor"]
+    kind = solved("03b", "new_two", "dispatch", "pre_all_gather", "post_all_gather", "TwoTensor")["TwoTensor"]
     kind = type("Changed", (kind,), changed) if changed else kind
     return {"parameter": lambda weight: kind(weight, weight.clone())}
 
@@ -205,10 +250,17 @@ def test_the_learners_two_tensor_trains_exactly_as_plain_parameters_do():
     assert yours.value("held_bytes") == ours.value("held_bytes")
 
 
+def remembering(self, mesh, outer_size, outer_stride, module, policy):
+    """A hook that sends what it sent at the first gather."""
+    if not hasattr(self, "kept"):
+        rows = -(-outer_size[0] // mesh.size())
+        self.kept = pad_rows(self.a, rows).clone(), pad_rows(self.b, rows).clone()
+    return self.kept, None
+
+
 def test_a_hook_that_remembers_fails_parity_and_one_that_sends_a_twice_cannot():
-    (remembering,) = solved("03", "remembering").values()
     fails_parity("allgather_extensions", use=two_tensor(fsdp_pre_all_gather=remembering), **TWO_TENSOR)
-    (only_a,) = solved("03", "only_a").values()
+    (only_a,) = solved("03b", "only_a").values()
     parity("allgather_extensions", use=two_tensor(fsdp_pre_all_gather=only_a), **TWO_TENSOR)
 
 
@@ -232,36 +284,70 @@ def test_encode_and_decode_decide_what_is_gathered():
     fails_parity("allgather_extensions", extension="yours", use={"encode": lambda shard: (shard * 1.01,)})
 
 
+def a_gradient_each(sizes, limit):
+    return [[place] for place in range(len(sizes))]
+
+
+def test_hooks_of_the_notebook_train_the_network_and_encode_each_time():
+    use = solved("03", "encode_8bit", "decode_8bit", "add_hooks", "send_8bit", "send_once")
+    use |= {"encode": use["encode_8bit"], "decode": use["decode_8bit"], "hooks": use["add_hooks"]}
+    how = {"device": "cpu", "steps": 3, "batch": 4}
+    runs = {
+        name: labkit.run("allgather_extensions", extension="your_hooks", use={"add_hooks": named(use, name)}, **how)
+        for name in ("send_8bit", "send_once")
+    }
+    int8 = labkit.run("allgather_extensions", extension="int8", **how)
+    values = ("all_gather_bytes", "peak_total_bytes", "weight_error")
+    assert [runs["send_8bit"].value(each) for each in values] == [int8.value(each) for each in values]
+    assert losses(runs["send_8bit"]) == losses(int8) != losses(runs["send_once"])
+    assert runs["send_once"].value("weight_error") > 2 * int8.value("weight_error")
+
+
+def named(functions, name):
+    """One of the functions, which finds the others by their names."""
+    functions[name].__globals__.update(functions)
+    return functions[name]
+
+
 def test_a_rule_fills_the_buckets_of_a_ddp():
-    use = solved("04", "bounded_buckets")
+    use = {"bounded_buckets": a_gradient_each}
     parity("ddp_compile", mode="yours", dim=64, bucket_mb=0.01, use=use)
     sizes = {"device": "cpu", "dim": 64, "bucket_mb": 0.03, "steps": 1, "mode": "yours"}
     yours, ours = (labkit.run("ddp_compile", **sizes, **more) for more in ({"use": use}, {}))
-    assert yours.value("all_reduce_count") == 4 and ours.value("all_reduce_count") == 2
+    assert yours.value("all_reduce_count") == 8 and ours.value("all_reduce_count") == 2
     with pytest.raises(RankFailed, match=r"the buckets \[\[0\]\] do not hold each of the gradients 0 to 7 once"):
         labkit.run("ddp_compile", **sizes, use={"bounded_buckets": lambda sizes, limit: [[0]]})
 
 
 def test_the_learners_small_ddp_trains_the_deep_network_and_a_broken_one_fails_parity():
     deep = {"mode": "yours", "dim": 16, "layers": 100, "bucket_mb": 0.01}
-    (theirs,) = solved("04", "small_ddp").values()
+    names = ("bucket_plan", "average_buckets", "send_full_buckets")
+    plan, average, send = solved("04", *names).values()
+    forgetful = replace_source_line(average, "row /= dist.get_world_size()")
+
+    def theirs(model, bucket_bytes, finish=average):
+        parameters = list(model.parameters())[::-1]
+        buckets = plan([parameter.nbytes for parameter in parameters], bucket_bytes)
+        send([[parameters[place] for place in bucket] for bucket in buckets], finish)
+
     for data_parallel in (theirs, small_ddp):
         parity("ddp_compile", use={"data_parallel": data_parallel}, **deep)
-    fails_parity(
-        "ddp_compile", use={"data_parallel": replace_source_line(small_ddp, "row /= dist.get_world_size()")}, **deep
-    )
+    broken = {"data_parallel": lambda model, bucket_bytes: theirs(model, bucket_bytes, forgetful)}
+    fails_parity("ddp_compile", use=broken, **deep)
     run = labkit.run("ddp_compile", device="cpu", steps=1, use={"data_parallel": theirs}, **deep)
     assert run.value("all_reduce_count") == len(chain_buckets(16, 0.01, layers=100))
 
 
-def test_a_race_times_both_in_every_step(tmp_path):
-    result = labkit.run(
-        "ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp}
-    )
-    spans = result.frame[result.frame["kind"] == "span"].groupby("name").size()
-    assert (spans["yours"], spans["ddp"]) == (6, 6)
-    with pytest.raises(ParameterError, match="a race is between mode yours or replicate and DDP"):
-        labkit.run("ddp_compile", mode="ddp", race=True)
+def test_each_size_of_bucket_is_timed_in_every_step():
+    sizes = (0.0001, 0.5, 25)
+    how = {"device": "cpu", "dim": 8, "steps": 3, "sizes_mb": sizes}
+    for mode in ({"mode": "yours", "use": {"data_parallel": small_ddp}}, {"mode": "ddp"}):
+        result = labkit.run("ddp_compile", **mode, **how)
+        spans = result.frame[result.frame["kind"] == "span"].groupby("name").size()
+        assert [spans[name] for name in ("0.0001 MiB", "0.5 MiB", "25 MiB")] == [6, 6, 6], "2 ranks, 3 steps"
+        assert list(plots.step_ms_by_size(result)) == ["0.0001 MiB", "0.5 MiB", "25 MiB"]
+    with pytest.raises(ParameterError, match="sizes_mb compares times of mode yours or ddp"):
+        labkit.run("ddp_compile", mode="replicate", sizes_mb=sizes)
 
 
 def by_hooks(model, bucket_bytes):
@@ -290,7 +376,7 @@ def test_a_ddp_of_ones_own():
 
 
 def test_the_learners_ring_all_reduce_averages_gradients_and_a_broken_one_fails_parity():
-    ring, broken, averaging_with = solved("00", "ring_all_reduce", "broken_ring", "averaging_with").values()
+    ring, broken = solved("00", "ring_all_reduce", "broken_ring").values()
     small = {"mode": "yours", "dim": 16}
     for ranks in (2, 3):  # 16 numbers and 3 ranks: parts of unequal length
         parity("ddp_compile", nproc=ranks, **small, use={"data_parallel": averaging_with(ring)})
@@ -317,7 +403,7 @@ OWN_LAYERS = {"nproc": 4, "layers": "yours", "compile": False, "steps": 2}
 
 
 def own_layers():
-    """The learner's two layers, which use the two functions as the notebook does."""
+    """The notebook's two layers, with the learner's functions and second layer, as the notebook has them."""
     functions = solved("05", "CopyToRanks", "SumOverRanks")
     layers = solved("05", "ColumnParallel", "RowParallel")
     for layer in layers.values():
@@ -341,20 +427,43 @@ def test_the_learners_layers_train_the_stack_on_both_axes():
     assert {name: yours.value(name) for name in names} == {name: ours.value(name) for name in names}
 
 
+class Forgetful(small_tensor_parallel.ColumnParallel):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class BiasOnEachRank(small_tensor_parallel.RowParallel):
+    def forward(self, x):
+        part = nn.functional.linear(x, self.weight, self.bias)
+        return small_tensor_parallel.sum_over_ranks(part, self.group)
+
+
 def test_layers_that_forget_a_sum_or_add_the_bias_on_each_rank_fail_parity():
-    forgetful, bias_on_each_rank = (broken_layer(name) for name in ("Forgetful", "BiasOnEachRank"))
-    fails_parity("two_dim", use={"column_parallel": forgetful}, **OWN_LAYERS)
-    fails_parity("two_dim", use={"row_parallel": bias_on_each_rank}, **OWN_LAYERS)
+    fails_parity("two_dim", use={"column_parallel": Forgetful}, **OWN_LAYERS)
+    fails_parity("two_dim", use={"row_parallel": BiasOnEachRank}, **OWN_LAYERS)
     with pytest.raises(RankFailed, match=r"layers\.0\.in_proj: one of 2 ranks needs a module with parameters"):
         parity("two_dim", use={"column_parallel": lambda layer, group: layer}, **OWN_LAYERS)
 
 
-def broken_layer(name):
-    """A layer of the notebook's section "Break it"."""
-    (path,) = SOURCES.glob("05*.py")
-    (node,) = (each for each in ast.parse(path.read_text()).body if getattr(each, "name", "") == name)
-    text = "from labkit.parallel import small_tensor_parallel as ours\nfrom torch import nn\n" + ast.unparse(node)
-    return in_a_cell(f"<05 {name}>", text)[name]
+TRANSFORMER = {"nproc": 4, "network": "transformer", "compile": False}
+
+
+def of_all_blocks(plan):
+    """What a run is given: a block's plan for every block."""
+    return {"tensor_parallel_plan": lambda model: {f"blocks.*.{name}": cut for name, cut in plan().items()}}
+
+
+def test_the_learners_plan_trains_a_transformer_and_the_copied_one_is_caught_by_parity_and_not_by_the_loss():
+    known = solved("05", "block_plan", "copied_plan")
+    right, copied = map(of_all_blocks, known.values())
+    parity("two_dim", use=right, **TRANSFORMER)
+    caught = fails_parity("two_dim", use=copied, **TRANSFORMER)
+    assert caught.value("max_rel_error") == pytest.approx(1, abs=0.1), "twice as large"
+    curves = [
+        losses(labkit.run("two_dim", nproc=4, device="cpu", network="transformer", steps=3, use=use))
+        for use in (right, copied)
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 HELPER = 3

@@ -1,95 +1,77 @@
 # %% [markdown]
 # # Lab 0. Ranks and collectives
 #
-# Distributed training is ordinary PyTorch, run by several processes that send tensors to each other. This lab shows the
-# processes, what they can send, and what it costs. At its end you train a network on several processes, with an
-# all-reduce of your own.
+# Distributed training is ordinary PyTorch, run by several processes that send tensors to each other. After this lab you
+# can
 #
-# You will be able to
+# - start ranks, and read what a hang or a failed rank tells you;
+# - say what each rank holds after each of the five collectives;
+# - write a ring all-reduce, and data-parallel training, by hand;
+# - predict how many bytes a step sends, how long they take, and whether more ranks pay.
 #
-# - start ranks, and say what a hang or a failed rank tells you;
-# - say what every rank holds before and after each of the five collectives;
-# - predict how many bytes a step sends, and how long they take;
-# - write a ring all-reduce, and data-parallel training, by hand.
+# You should know PyTorch on one device; no GPU is needed. The lab takes about {core_minutes} minutes, and its exercises
+# are marked • (easy) or •• (harder). After a restart of the kernel, choose *Run All Above Selected Cell* from the menu
+# *Run*.
 #
-# You need PyTorch on one device, and nothing of distributed training. You need no GPU. The core path takes about 95
-# minutes. Sections marked *optional* can wait. Exercises have one to three dots, from easy (•) to hard (•••). Some
-# cells fail on purpose; the text says so before each.
-#
-# Shift+Enter runs a cell. After a break or a restart the kernel knows neither `%%torchrun` nor your functions, so choose
-# *Run All Above Selected Cell* from the menu *Run* before you go on.
-
-# %% [markdown]
 # ## What this machine can do
 
 # %% tags=["nbval-ignore-output"]
 import os
-import time
 
-import pandas
 import torch
 from torch import distributed as dist
 from torch import nn
 
 import labkit
-from labkit import doctor, plots
+from labkit import doctor, plots, widgets
 from labkit.checks import collectives as checks
-from labkit.checks.claims import claim, commit
+from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
-from labkit.plots.collectives import all_reduce_rounds, fastest_all_reduce_times
+from labkit.plots.collectives import fastest_all_reduce_times
 from labkit.theory import collectives as theory
 
-doctor.show()
+doctor.show(lab="0")
 
 # %% [markdown]
-# The parameters of this notebook. You may change them; the next cell refuses what cannot work. The text speaks of
-# these; cells say what yours change.
+# You may change these parameters of the lab:
 
-# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4} points=[[2,4,1,1],[3,301,2,5],[8,1200,5,30]]
-RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "REPEATS": 4} points=[[2,4,1],[3,301,5],[8,1200,30]]
+RANKS: int = 4  # ranks of the measured runs
 DIM: int = 1000  # width of the network's four linear layers
-STEPS: int = 3  # timed training steps in a run
 REPEATS: int = 15  # rounds in which each message is timed
 
 # %%
 require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has nobody to talk to, and more than 8 take minutes")
 require("DIM", DIM, at_least=4, because="a layer needs a width")
-require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 require("REPEATS", REPEATS, at_least=1, because="without a round nothing is measured")
 labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
-SETUP = {"nproc": RANKS, "dim": DIM, "steps": STEPS}
-
 # %% [markdown]
-# ## 1. Why (core, 3 minutes)
+# ## 1. Why share? ({minutes} minutes)
 #
-# One GPU is too small, and too slow. Take a model of 7 billion parameters, trained with Adam in mixed precision. Each
-# parameter takes 16 bytes: 2 + 2 for weight and gradient in 16 bits, and in the optimizer 4 for a float32 copy and 4 +
-# 4 for two running means. That is 112 GB before the first activation. An H100 has 80 GB.
+# One GPU is too small for a model of 7 billion parameters that is trained with Adam in mixed precision. Each parameter
+# takes 16 bytes: 2 for the weight and 2 for its gradient, both in bfloat16, and 12 in the optimizer, which keeps a
+# float32 copy and two running means. That is 112 GB before the first activation, and an H100 has 80 GB.
 #
-# Now the time. Llama 2 with 7 billion parameters saw 2 trillion tokens and took 184,320 hours of A100 GPUs (Touvron et
-# al. 2023, table 2). On one GPU that is 21 years. Section 11 explains the 6 operations below.
-
-# %%
-hours, parameters, tokens = 184_320, 7e9, 2e12
-print(f"optimizer, weights and gradients: {16 * parameters / 1e9:.0f} GB")
-print(f"on one GPU: {hours / 24 / 365:.0f} years; on 1024 GPUs that lose nothing: {hours / 1024 / 24:.1f} days")
-print(
-    f"speed of one GPU, at 6 operations a parameter and token: {6 * parameters * tokens / hours / 3600 / 1e12:.0f} TFLOP/s"
-)
-
-# %% [markdown]
-# Hence several devices must share the work, and the memory. All labs of this course are about how they share. They then
-# have to talk: this lab is about the talking.
-
-# %% [markdown]
-# ## 2. The code you would write (core, 4 minutes)
+# Time is the larger problem: training the 7-billion-parameter Llama 2 took 184,320 A100 GPU-hours (Touvron et
+# al., 2023). On a single GPU that is 21 years, and on 1024 GPUs without any loss 7.5 days.
 #
-# This is a whole distributed program: data-parallel training. Every process holds the same network, and each takes
-# samples of its own. `%%torchrun -n 4`, a magic that `import labkit` brings, runs the cell on four processes. Saved as
-# a file `train.py`, the same lines run with `torchrun --nproc-per-node 4 train.py`. On two machines: `torchrun --nnodes
-# 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py`, on both, with the name of one of them
-# as HOST.
+# So several devices share the work, and have to talk. Examples in the labs take this **reference cluster**:
+#
+# | | |
+# |---|---|
+# | GPUs | 64 H100 (SXM) with 80 GB each, in 8 hosts |
+# | arithmetic | 989 · 10¹² bfloat16 operations a second by the data sheet, of which good programs reach 40 %: 400 · 10¹² |
+# | inside a host | NVLink: 450 GB/s out of each GPU |
+# | between hosts | one network card for each GPU: 50 GB/s (400 Gbit/s) |
+#
+# *Takeaway: training is shared because one device has neither the memory nor the time.*
+#
+# ## 2. The code you would write ({minutes} minutes)
+#
+# Here is a complete distributed program, which trains **data-parallel**: every process holds the same network, and each
+# takes its own samples. The magic `%%torchrun -n 4` runs the cell on four processes. If you save the same lines as
+# `train.py`, `torchrun --nproc-per-node 4 train.py` runs them, too.
 
 # %% tags=["script"]
 # %%torchrun -n 4
@@ -98,7 +80,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group()  # who are the others? reads what torchrun left in the environment
+dist.init_process_group()  # finds the others, from what torchrun has left in the environment
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)
@@ -106,24 +88,25 @@ truth = torch.randn(8, 1)  # the same on every rank
 model = DistributedDataParallel(nn.Linear(8, 1, bias=False))  # averages gradients in each backward pass
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-torch.manual_seed(rank)  # from here on, samples of its own
-for _ in range(100):
+torch.manual_seed(rank)  # from here on, each rank draws its own samples
+for step in range(20):
     x = torch.randn(16, 8)
     loss = nn.functional.mse_loss(model(x), x @ truth)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-
-dist.all_reduce(loss.detach_())  # the sum over all ranks, on every rank
-if rank == 0:
-    print(f"{ranks} ranks, mean loss below 1e-4: {loss.item() / ranks < 1e-4}")
+    total = loss.detach()
+    dist.all_reduce(total)  # the sum over all ranks, on every rank
+    if rank == 0 and step in (0, 19):
+        print(f"step {step:2}: mean loss of {ranks} ranks {total.item() / ranks:.3f}")
 dist.destroy_process_group()
 
 # %% [markdown]
-# Little is new: `init_process_group`, the rank, the wrapper `DistributedDataParallel` (*DDP*), `all_reduce`,
-# `destroy_process_group`. The sections below take them apart. In section 8 you do the wrapper's work by hand.
+# The wrapper is `DistributedDataParallel` (*DDP*). In section 7 you do its work by hand.
 #
-# On a machine with GPUs each rank takes one, and the network goes there; so do the samples:
+# <details><summary>On GPUs, with your own data, on several machines</summary>
+#
+# Each rank takes one GPU. The network goes there, and so do the samples:
 #
 # ```python
 # device = int(os.environ["LOCAL_RANK"])  # this rank's number on its machine
@@ -132,166 +115,90 @@ dist.destroy_process_group()
 # model = DistributedDataParallel(network.to(device), device_ids=[device])
 # ```
 #
-# Two lines more for your own data. `sampler = DistributedSampler(dataset)` (from `torch.utils.data`, as `DataLoader`)
-# with `DataLoader(dataset, sampler=sampler)` gives each rank other samples, and `sampler.set_epoch(epoch)` shuffles
-# them anew in each epoch. Without the sampler every rank trains on all of them. (It repeats a few where the ranks
-# cannot share them evenly.) And save on rank 0 only: `model.module.state_dict()`.
+# For your own data, give `DataLoader` a `DistributedSampler(dataset)` as its sampler, and call `set_epoch(epoch)` on it
+# in each epoch, which shuffles anew. Without the sampler every rank trains on all samples. Save
+# `model.module.state_dict()` on rank 0 only.
 #
-# Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide. `labkit.run`
-# starts one of the course's programs, here `launch/ddp_compile.py`, and returns what it measured. `claim` speaks up if
-# a sentence of the text does not hold in your run; otherwise it is silent.
-
-# %%
-trained = labkit.run("ddp_compile", mode="ddp", **SETUP)
-print(
-    f"{RANKS} ranks trained: {trained.ok}. In a step each handed {trained.value('all_reduce_bytes'):,.0f} bytes to all-reduces."
-)
-
-# %% [markdown]
-# ## 3. What a rank is (core, 6 minutes)
+# On two machines, run this on both, with the name of one of them as HOST: `torchrun --nnodes 2 --nproc-per-node 8
+# --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py`.
 #
-# Each `%%torchrun` cell starts new processes, which remember nothing of earlier cells. For brevity the magic brings
-# `torch`, `dist` and the modules that the notebook imported, and shows the value of the cell's last line on each rank.
-# In a `train.py` you write the imports and `destroy_process_group` yourself.
+# </details>
 #
-# A **rank** is one process of a run, and also its number, from 0. The number of ranks is the **world size**. `torchrun`
-# starts the processes and tells each its number in an environment variable. Look at them start: each has a process id of
-# its own.
-
-# %% tags=["nbval-ignore-output"]
-# %%torchrun -n 4
-print(f"I am process {os.getpid()}, and torchrun calls me rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
-
-# %% [markdown]
-# **Why does every rank run the same file?** It need not, but it is the simplest way. All ranks do nearly the same. Where
-# they differ, the number decides: which samples, which part of a tensor, who prints. This style has a name, *single
-# program, multiple data*.
+# *Takeaway: a distributed program is a normal program that runs several times, and DDP adds one wrapper.*
 #
-# Ranks share no memory. A variable of rank 0 is not there on rank 1:
-
-# %%
-# %%torchrun -n 4
-x = 10 * int(os.environ["RANK"])
-x
-
-# %% [markdown]
-# In these cells nobody can talk yet. `init_process_group` lets each rank find the others, and may name the library that
-# shall move the bytes. The barrier in the second line waits for all ranks: a rank that exits while another is still
-# connecting makes that one fail.
-
-# %%
-# %%torchrun -n 4
-dist.init_process_group("gloo")
-dist.barrier()
-f"{dist.get_backend()}: rank {dist.get_rank()} of {dist.get_world_size()}"
-
-# %% [markdown]
-# This library is the **backend**: *gloo* between CPUs, *NCCL* between NVIDIA GPUs. If you name none, PyTorch takes gloo
-# for CPU tensors and, on NVIDIA GPUs, NCCL for theirs. The calls are the same.
+# ## 3. A rank is a process ({minutes} minutes)
 #
-# The ranks that talk with each other are a **process group**. At first there is one, with everybody. `new_group` makes
-# smaller ones. Every rank makes all of them, in the same order, and then talks within its own:
-
-# %%
-# %%torchrun -n 4
-dist.init_process_group()
-groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-x = torch.tensor(dist.get_rank())
-dist.all_reduce(x, group=groups[dist.get_rank() // 2])  # the sum over the group
-dist.barrier()
-x
-
-# %% [markdown]
-# **What is `barrier` for?** It returns when all ranks have reached it. One uses it where a rank must not run ahead: rank 0
-# downloads a file, and the others wait until it is there. Here rank 0 is late, and the rest wait for it.
-
-# %%
-# %%torchrun -n 4
-dist.init_process_group()
-if dist.get_rank() == 0:
-    time.sleep(1)
-start = time.perf_counter()
-dist.barrier()
-f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
-
-# %% [markdown]
-# Training needs hardly any barrier: no rank gets the result of an all-reduce before all have joined. (On GPUs the call
-# itself returns at once; the GPU waits.)
+# A **rank** is one process of a run, and also its number, counted from 0, and the number of ranks is the **world
+# size**. `torchrun` starts the processes and tells each one its number in an environment variable. Ranks share no
+# memory. All run the same file, and where they differ, the number decides.
 #
-# **What happens when a rank fails?** The others cannot go on without it. `torchrun` ends them all. The next cell fails on
-# purpose, and shows in red how that looks. Rank 1 alone is at fault; the others waited for it.
+# Before ranks can talk, `init_process_group` lets them find each other. They talk through a **backend**, a library that
+# moves the bytes, which is *gloo* between CPUs and *NCCL* between NVIDIA GPUs.
+#
+# **What happens when a rank fails?** The others cannot go on without it, so `torchrun` ends them all. The next cell
+# fails on purpose.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --fails
+print(f"I am process {os.getpid()}, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
 dist.init_process_group()
 if dist.get_rank() == 1:
     raise ValueError("my samples are missing")
 dist.all_reduce(torch.ones(1))
 
 # %% [markdown]
-# In a long log, look for the rank that failed *first*. What others say of lost connections are its echoes.
-
-# %% [markdown]
-# ## 4. Send, receive, and the first deadlock (core, 11 minutes)
+# <details><summary>The same in the log of a plain <code>torchrun</code>, shortened. Which rank failed first?</summary>
 #
-# The simplest message goes from one rank to another. `send` names the receiver. `recv` names the sender, and a tensor in
-# which the numbers arrive.
-
-# %%
-# %%torchrun -n 2
-dist.init_process_group()
-x = torch.arange(3.0) if dist.get_rank() == 0 else torch.zeros(3)
-dist.send(x, dst=1) if dist.get_rank() == 0 else dist.recv(x, src=0)
-dist.barrier()
-x
-
-# %% [markdown]
-# Now all ranks stand in a circle. Each sends a number to the next and receives one from the rank before. The next cell
-# hangs on purpose. It is stopped after 5 seconds, and shows where each rank was.
-
-# %% tags=["nbval-ignore-output"]
-# %%torchrun -n 4 --timeout 5 --fails
-dist.init_process_group()
-rank, ranks = dist.get_rank(), dist.get_world_size()
-arrived = torch.zeros(1)
-dist.recv(arrived, (rank - 1) % ranks)
-dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
-
-# %% [markdown]
-# All stand in `recv`. Each waits for a message that its neighbour would send next, and nobody gets there. That is a
-# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes, or after 10 with
-# `init_process_group("nccl")`; `timeout=timedelta(minutes=2)` there sets another. Until then nothing is printed, and a
-# GPU may even look busy.
-#
-# **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as
-# here, or they went different ways: one called an all-reduce that another never reached. So look where *each* rank is.
-# Without this magic, `py-spy dump --pid …` shows a process's stack.
-#
-# The way out: start everything, and wait afterwards. `dist.isend` and `dist.irecv` return at once, with a handle. Its
-# `wait()` returns when the message is through. Until then, do not read the tensor that you receive, nor change the one
-# that you send. Between GPUs NCCL may hang when they are started one by one. There one starts both together (gloo takes
-# it, too):
-#
-# ```python
-# both = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)]
-# for handle in dist.batch_isend_irecv(both):
-#     handle.wait()
+# ```
+# [rank1]: ValueError: my samples are missing
+# [rank0]: RuntimeError: [...] Connection closed by peer [127.0.0.1]:54428.
+# [rank2]: RuntimeError: [...] Connection closed by peer [127.0.0.1]:48339.
+# Sending process 7469 closing signal SIGTERM
+# failed (exitcode: 1) local_rank: 1 (pid: 7470)
+# rank : 0 (local_rank: 0) exitcode : -15 (pid: 7469) (SIGTERM)
 # ```
 #
-# ### Exercise 1: mend the circle (••, 8 minutes)
+# Rank 1: its error is about samples. The others lost their connection to it, or were ended by torchrun's SIGTERM.
 #
-# Send `mine` to the next rank and return what comes from the rank before. The circle is closed: after the last rank comes
-# rank 0. Your function runs on four real ranks, then on three.
+# </details>
+#
+# *Takeaway: look for the rank that failed **first**. Errors of other ranks about lost connections only follow from it.*
+#
+# ## 4. Send, receive, and a deadlock ({minutes} minutes)
+#
+# The simplest message goes from one rank to another: `send(tensor, receiver)` names the receiver, and `recv(tensor,
+# sender)` names the sender and writes the elements that arrive into its tensor. Suppose that four ranks stand in a
+# circle, and each one receives from the rank before it, then sends to the next:
+#
+# ```python
+# dist.recv(arrived, (rank - 1) % ranks)
+# dist.send(mine, (rank + 1) % ranks)
+# ```
+#
+# Every rank is in `recv`, and waits for a message that its neighbour would only send afterwards. This is called a
+# **deadlock**, and PyTorch prints nothing until a timeout, after 30 minutes (10 with NCCL). Sending first is no cure,
+# because a `send` may wait until its message is received.
+#
+# The way out is to start everything first and to wait afterwards. `dist.isend(tensor, receiver)` and
+# `dist.irecv(tensor, sender)` return immediately with a handle, and its `wait()` returns when the message is through.
+# Until then, do not change the tensor you send, and do not read the tensor you receive.
+#
+# ### Exercise 1: mend the circle (••, {minutes} minutes)
+#
+# Send `mine` to the next rank, and return what comes from the rank before; rank 0 comes after the last. Your function
+# runs on four real ranks, then on three. A deadlock is stopped after 30 seconds, so you may try `send` and
+# `recv` first.
 #
 # <details><summary>Hint 1</summary>
 #
-# An `irecv` needs a tensor of the right size to write into: `torch.empty_like(mine)`.
+# `irecv` needs a tensor of the right size to write into. Both calls come before both waits.
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# Two calls, two handles, two waits. `% ranks` closes the circle.
+# `arrived = torch.empty_like(mine)`, two calls that give two handles, two waits, `return arrived`. `% ranks` closes the
+# circle.
 #
 # </details>
 
@@ -311,488 +218,104 @@ def shift(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 checks.shift(shift)
 
 # %% [markdown]
-# Plain `send` and `recv`, which *block* (return only when done), can do it, too: even ranks send first, odd ranks
-# receive first. But where all ranks *send* first, it depends. A small message may fit into some buffer, and the sender
-# goes on. A large one waits for its receiver. Such programs work in a test and hang in real training.
-
-# %% [markdown]
-# ## 5. Five collectives, drawn (core, 10 minutes, and 8 for an optional exercise)
+# *Takeaway: start every send and every receive before you wait for one of them.*
 #
-# A **collective** is a message in which all ranks of a group take part. All call the same function, in the same order.
-# Five of them carry nearly all of distributed training. These are two, as four real ranks did them. Every rank begins
-# with numbers of its own, and sends home what it held before and after. `--name first_two` leaves that in a variable of
-# this name.
+# ## 5. Five collectives ({minutes} minutes)
+#
+# A **collective** is a call that all ranks make, in the same order. Five of them carry nearly all of distributed
+# training:
+#
+# | collective | afterwards | where you will meet it |
+# |---|---|---|
+# | broadcast | every rank holds rank 0's tensor | equal weights at the start |
+# | all-reduce | every rank holds the sum over all ranks | gradients of data-parallel training |
+# | reduce-scatter | rank r holds part r of that sum | gradients of FSDP, fully sharded data parallelism (lab 2) |
+# | all-gather | every rank holds every rank's part | parameters of FSDP |
+# | all-to-all | rank r holds part r of every rank | mixtures of experts, where each token goes to its expert's rank |
+#
+# Four ranks are about to run all five. Rank 0 begins with 1 2 3 4, rank 1 with 10 20 30 40, rank 2 with 100 200 300
+# 400, and so on. Ranks and parts are counted from 0. Which number will rank 2 hold after the reduce-scatter?
 
 # %%
-# %%torchrun -n 4 --name first_two
+# %%torchrun -n 4 --name five
 from labkit.rank import report  # sends values home to the notebook
 
 dist.init_process_group()
-mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()  # rank 0: 1 2 3 4, rank 1: 10 20 30 40
-
-x = mine.clone()
-dist.broadcast(x, src=0)
-report(broadcast={"before": mine, "after": x})
-
-x = mine.clone()
-dist.all_reduce(x)
-report(all_reduce={"before": mine, "after": x})
-
-# %%
-_ = plots.values_by_rank(first_two, {"broadcast": "broadcast", "all_reduce": "all-reduce"})
-
-# %% [markdown]
-# *Each line is a rank, each box a number, coloured by the rank that had it first. After the **broadcast** every rank holds
-# what rank 0 held. After the **all-reduce** every rank holds the sum, place by place: 1 + 10 + 100 + 1000 = 1111.*
-
-
-# %% tags=["claim"]
-def moments(result: labkit.RunResult, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all ranks held before and after: a line a rank."""
-    held = [rank.reported[name] for rank in result.ranks]
-    return torch.stack([each["before"] for each in held]), torch.stack([each["after"] for each in held])
-
-
-before, after = moments(first_two, "broadcast")
-claim("every rank holds what rank 0 held", bool((after == before[0]).all()))
-before, after = moments(first_two, "all_reduce")
-claim("every rank holds the sum", bool((after == before.sum(0)).all()) and after[0, 0] == 1111)
-
-# %% [markdown]
-# A broadcast gives all ranks the same weights at the start. An all-reduce adds up the gradients.
-#
-# The other three cut tensors into parts, one for each rank. In a **reduce-scatter** the tensors are added up, place by
-# place, and cut into as many parts as there are ranks. Rank r keeps only part r of the sum.
-#
-# ### Exercise 2: what does a rank hold? (•, 4 minutes)
-#
-# Predict it. `held` is a list with the numbers of each rank, such as `[[1, 2], [10, 20]]` for two ranks. What does rank
-# `rank` hold after a reduce-scatter? Return a list. The numbers of a rank can be cut into equal parts.
-#
-# <details><summary>Hint</summary>
-#
-# `zip(*held)` goes through the places. Rank r keeps the sums from `r * size` to `(r + 1) * size`.
-#
-# </details>
-
-
-# %%
-def after_reduce_scatter(held: list[list[float]], rank: int) -> list[float]:
-    ### BEGIN SOLUTION
-    sums = [sum(place) for place in zip(*held, strict=True)]
-    size = len(sums) // len(held)
-    return sums[rank * size : (rank + 1) * size]
-    ### END SOLUTION
-
-
-# %%
-checks.after_reduce_scatter(after_reduce_scatter)
-
-# %% [markdown]
-# Now let four ranks do it, with the other two. In an **all-gather** every rank brings one part, and all get all parts.
-# In an **all-to-all** rank r sends its part s to rank s, where it becomes part r.
-
-# %%
-# %%torchrun -n 4 --name other_three
-from labkit.rank import report
-
-dist.init_process_group()
 mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
-
-part = torch.empty(1)
-dist.reduce_scatter(part, list(mine.chunk(4)))
-report(reduce_scatter={"before": mine, "after": part})
-
+x, total, turned, part = mine.clone(), mine.clone(), torch.empty(4), torch.empty(1)
 parts = [torch.empty(1) for _ in range(4)]
-dist.all_gather(parts, mine[:1].clone())
-report(all_gather={"before": mine[:1], "after": torch.cat(parts)})
 
-x = torch.empty(4)
-dist.all_to_all_single(x, mine)
-report(all_to_all={"before": mine, "after": x})
+dist.broadcast(x, src=0)
+dist.all_reduce(total)
+dist.reduce_scatter(part, list(mine.chunk(4)))
+dist.all_gather(parts, part)
+dist.all_to_all_single(turned, mine)
+
+report(broadcast={"before": mine, "after": x}, all_reduce={"before": mine, "after": total})
+report(reduce_scatter={"before": mine, "after": part}, all_to_all={"before": mine, "after": turned})
+report(all_gather={"before": part, "after": torch.cat(parts)})
 
 # %%
-titles = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
-_ = plots.values_by_rank(other_three, titles)
+titles = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_reduce": "all-reduce"}
+_ = plots.values_by_rank(five, titles)
+_ = plots.values_by_rank(five, {"broadcast": "broadcast", "all_to_all": "all-to-all"})
 
 # %% [markdown]
-# *What four real ranks held. The **reduce-scatter** leaves a part of the sum on each rank. The **all-gather** mixes no
-# numbers, it only brings them together. The **all-to-all** turns the table: what was a line becomes a column.*
+# *Each number has the colour of the rank that held it first. After the reduce-scatter every rank holds one part of the
+# sum. The all-gather begins with these parts, coloured by the rank that brings them, and collects them on every rank.
+# So the two in turn leave what an all-reduce leaves.*
+
 
 # %% tags=["claim"]
-before, after = moments(other_three, "reduce_scatter")
-claim("each rank keeps its part of the sum", bool((after.flatten() == before.sum(0)).all()))
-before, after = moments(other_three, "all_gather")
-claim("all hold all parts", bool((after == before.flatten()).all()))
-before, after = moments(other_three, "all_to_all")
-claim("lines become columns", bool((after == before.T).all()))
-
-# %% [markdown]
-# Your prediction for each rank, beside what it held:
-
-# %%
-before, after = moments(other_three, "reduce_scatter")
-yours = [after_reduce_scatter(before.tolist(), rank) or "–" for rank in range(4)]
-pandas.DataFrame({"yours": yours, "held": after.tolist()}, index=[f"rank {rank}" for rank in range(4)])
-
-# %% [markdown]
-# *FSDP*, fully sharded data parallel, keeps only a part of each parameter on a rank.
-#
-# | collective | where you will meet it |
-# |---|---|
-# | broadcast | equal weights at the start |
-# | all-reduce | gradients of data-parallel training; partial sums where each layer's matrix is cut (lab 5) |
-# | all-gather | parameters of FSDP, just before a layer computes (lab 2) |
-# | reduce-scatter | gradients of FSDP |
-# | all-to-all | models of many small networks, *experts*: each token goes to the rank that holds its expert |
-#
-# ### An all-reduce is two collectives
-#
-# Look at the figures once more. After a reduce-scatter each part of the sum stands on one rank. An all-gather brings the
-# parts together on all. So
-#
-# **all-reduce = reduce-scatter + all-gather**
-#
-# That is not only arithmetic. It is how a ring does it (section 6), and FSDP pulls the two apart in time.
-#
-# ### Exercise 3: verify it (optional, ••, 8 minutes)
-#
-# Make an all-reduce of the two, and return the sum. The length of `mine` is a multiple of `ranks`.
-#
-# <details><summary>Hint</summary>
-#
-# `dist.reduce_scatter(part, list_of_parts)` writes into `part`, `dist.all_gather(list_of_parts, part)` into the list.
-#
-# </details>
+def before_and_after(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all ranks held before and after: a line a rank."""
+    reported = [rank.reported[name] for rank in five.ranks]
+    return torch.stack([each["before"] for each in reported]), torch.stack([each["after"] for each in reported])
 
 
-# %%
-def all_reduce_in_two(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    ### BEGIN SOLUTION
-    parts = list(mine.chunk(ranks))
-    part = torch.empty_like(parts[rank])
-    dist.reduce_scatter(part, parts)
-    sums = [torch.empty_like(part) for _ in range(ranks)]
-    dist.all_gather(sums, part)
-    return torch.cat(sums)
-    ### END SOLUTION
-
-
-# %%
-checks.all_reduce_in_two(all_reduce_in_two)
-
-# %% [markdown]
-# ## 6. What "bytes" means (core, 8 minutes, and 3 for an optional look)
-#
-# Two different numbers are called the bytes of a collective. This course keeps them apart, in all labs, tables and figures.
-#
-# - **Handed to the call**: the size of the tensor that a rank gives to the collective. labkit counts it, as
-#   `all_reduce_bytes`, `all_gather_bytes` and so on.
-# - **On the wire**: the bytes that leave a rank for it. The name then says so: `all_reduce_wire_bytes`. labkit computes
-#   it from the bytes handed to the call and the number of ranks. It assumes a ring. For all-to-all and send it assumes
-#   that each message goes straight to its receiver.
-#
-# What is a ring? Each rank sends to the next only, and all at the same time. For a reduce-scatter the tensor is cut
-# into as many parts as there are ranks. In the first step rank r sends its part r to the next rank, which adds its own
-# numbers to it. In the second step that rank sends the partial sum on, and so forth. After ranks - 1 steps every part
-# has met all ranks. In an all-gather the parts go around in the same way and nothing is added, again in ranks - 1
-# steps. A ring all-reduce is the one and then the other: first a reduce-scatter, then an all-gather of the finished
-# parts.
-#
-# | collective | handed to the call | on the wire of n ranks |
-# |---|---|---|
-# | all-reduce | whole tensor, b | 2 (n - 1) / n · b |
-# | reduce-scatter | whole tensor, b | (n - 1) / n · b |
-# | all-gather | one part, b / n | (n - 1) / n · b = (n - 1) · what was handed |
-# | all-to-all | whole tensor, b | (n - 1) / n · b |
-# | broadcast | whole tensor, b | (n - 1) / n · b, the mean over the ranks |
-# | send | the message, b | b |
-#
-# Mind the all-gather. Its rank hands in only a part, so by bytes handed it looks n times cheaper than a reduce-scatter. On
-# the wire the two cost the same.
-#
-# ### Exercise 4: bytes of a ring (•, 4 minutes)
-#
-# A rank hands `handed_bytes` to an all-reduce. How many bytes leave it in a ring of `ranks` ranks?
-#
-# <details><summary>Hint</summary>
-#
-# How many steps has a reduce-scatter, how many an all-gather? How much does a rank send in a step?
-#
-# </details>
-
-
-# %%
-def ring_bytes(handed_bytes: int, ranks: int) -> float:
-    ### BEGIN SOLUTION
-    return 2 * (ranks - 1) * handed_bytes / ranks
-    ### END SOLUTION
-
-
-# %%
-checks.ring_bytes(ring_bytes)
-
-# %% [markdown]
-# Now commit to your numbers for the training of section 2, on four ranks. A step averages all gradients, four layers of
-# DIM × DIM weights and DIM biases, 4 bytes each. What does a rank hand to its all-reduces, and what goes on the wire?
-# Leave None where you do not want to say.
-
-# %% tags=["commit"]
-mine = commit(
-    all_reduce_bytes=None,
-    all_reduce_wire_bytes=None,  # for a formula of yours: lambda: ring_bytes(..., 4)
+for name, right in {
+    "broadcast": lambda before: before[:1].expand(4, 4),
+    "all_reduce": lambda before: before.sum(0).expand(4, 4),
+    "reduce_scatter": lambda before: before.sum(0)[:, None],
+    "all_gather": lambda before: before.T.expand(4, 4),
+    "all_to_all": lambda before: before.T,
+}.items():
+    claim(
+        f"{name} leaves what the table says",
+        bool((before_and_after(name)[1] == right(before_and_after(name)[0])).all()),
+    )
+claim(
+    "the two in turn are an all-reduce",
+    bool((before_and_after("all_gather")[1] == before_and_after("all_reduce")[1]).all()),
 )
-### BEGIN SOLUTION
-mine = commit(
-    all_reduce_bytes=4 * 4 * (DIM * DIM + DIM),
-    all_reduce_wire_bytes=lambda: ring_bytes(4 * 4 * (DIM * DIM + DIM), 4),
-)
-### END SOLUTION
-
-# %%
-gradient_bytes = 4 * 4 * (DIM * DIM + DIM)  # four layers, 4 bytes a number
-on_four = labkit.run("ddp_compile", mode="ddp", **SETUP | {"nproc": 4, "steps": 1})
-by_theory = {
-    "all_reduce_bytes": gradient_bytes,
-    "all_reduce_wire_bytes": theory.collective_wire_bytes("all_reduce", gradient_bytes, 4),
-}
-plots.comparison_table(on_four, by_theory, yours=mine)
-
-# %% tags=["claim"]
-claim("what is handed over are the gradients, once", on_four.value("all_reduce_bytes") == gradient_bytes)
-claim("in section 2 it was as much", trained.value("all_reduce_bytes") == gradient_bytes)
 
 # %% [markdown]
-# *One training step. What is handed over are the gradients, once; in section 2 it was as much. labkit counted the first
-# row. It computed the second from that, so this row checks your formula, not the wire (look at the wire below, and in
-# section 9). With many ranks each sends nearly twice the tensor, and never more: one reason why data-parallel training
-# scales.*
-
-# %%
-ranks = [2, 4, 8, 64, 1024]
-factors = [theory.collective_wire_bytes("all_reduce", 1, n) for n in ranks]
-pandas.DataFrame({"on the wire / handed to the call": factors}, index=pandas.Index(ranks, name="ranks")).round(3)
-
-# %% [markdown]
-# ### Look at the wire (optional, 3 minutes)
-#
-# Is that so? On Linux one can look. The ranks of this machine talk over its loopback interface, and the system counts
-# the bytes on it. Each line is one collective of a 4 MB tensor on four ranks: what left all four together, beside what
-# a ring of four ranks sends.
+# **One rank does something else.** Below, only rank 0 asks for a sum, because it alone prints. This cell hangs on
+# purpose: it is stopped after 5 seconds, and shows where each rank was.
 
 # %% tags=["nbval-ignore-output"]
-# %%torchrun -n 4
-from pathlib import Path
-
-
-def sent_mb():
-    """What the loopback interface has sent so far, in MB."""
-    lines = Path("/proc/net/dev").read_text().splitlines() if Path("/proc/net/dev").exists() else []
-    return sum(int(line.split()[9]) / 1e6 for line in lines if line.strip().startswith("lo:"))
-
-
+# %%torchrun -n 4 --timeout 5 --fails
 dist.init_process_group()
-x = torch.ones(1_000_000)
-parts = list(x.chunk(4))
-calls = {
-    "all_reduce": lambda: dist.all_reduce(x),
-    "all_gather": lambda: dist.all_gather([torch.empty_like(part) for part in parts], parts[0]),
-    "reduce_scatter": lambda: dist.reduce_scatter(torch.empty_like(parts[0]), parts),
-}
-for name, collective in calls.items():
-    dist.barrier()
-    before = sent_mb()
-    dist.barrier()
-    collective()
-    dist.barrier()
-    handed = 1 if name == "all_gather" else 4  # MB
-    if dist.get_rank() == 0:
-        print(f"{name:15} {sent_mb() - before:5.1f} MB of {4 * theory.collective_wire_bytes(name, handed, 4):.1f} MB")
+loss = torch.ones(1)
+if dist.get_rank() == 0:
+    dist.all_reduce(loss)
+    print(f"sum of the losses: {loss.item()}")
+dist.barrier()  # returns when all ranks have called it
 
 # %% [markdown]
-# The all-reduce and the all-gather send what a ring sends, and a little for their headers. With torch 2.13 gloo's
-# reduce-scatter sends twice as much, as many bytes as an all-reduce. So labkit's *on the wire* is what a ring would
-# send. Whether your library does, only a look at the wire tells. What other programs send over loopback is counted,
-# too.
-
-# %% [markdown]
-# ## 7. What a message costs (core, 5 minutes, and 8 for an optional exercise)
+# <details><summary>Where is each rank, outside this notebook?</summary>
 #
-# A message, here one whole all-reduce, has two costs. Each message takes a **latency**, alpha: ranks wake up, agree and
-# wait for each other. And each byte takes its time, beta; 1 / beta is the **bandwidth**. Alpha and beta belong to this
-# collective and this number of ranks. So m messages that have b bytes together take
-#
-# `m * alpha + b * beta`
-#
-# This is Hockney's model of 1994. It leaves out much, and still decides most questions about messages.
-#
-# ### Exercise 5: find alpha and beta (optional, ••, 8 minutes)
-#
-# `rounds` holds what was measured: for each size in bytes, the seconds of several rounds. Whatever disturbs a message makes
-# it slower. Return alpha, in seconds, and beta, in seconds a byte.
-#
-# <details><summary>Hint 1</summary>
-#
-# First choose one time for each size. Which round was disturbed least?
+# `pip install py-spy`, let `pgrep -f train.py` list the processes, and call `py-spy dump --pid` with each number.
 #
 # </details>
 #
-# <details><summary>Hint 2</summary>
+# *Takeaway: **all-reduce = reduce-scatter + all-gather**. In a hang, look where **each** rank is.*
 #
-# Beta is what additional bytes cost: a difference of times over a difference of sizes. The smallest and the largest size
-# will do. What is left of the small message without its bytes is alpha.
+# ## 6. Build it: a ring all-reduce ({minutes} minutes)
 #
-# </details>
-
-
-# %%
-def fitted(rounds: dict[int, list[float]]) -> tuple[float, float]:
-    ### BEGIN SOLUTION
-    fastest = {size: min(times) for size, times in rounds.items()}
-    small, large = min(fastest), max(fastest)
-    beta = (fastest[large] - fastest[small]) / (large - small)
-    return fastest[small] - beta * small, beta
-    ### END SOLUTION
-
-
-# %%
-checks.fitted(fitted)
-
-# %% [markdown]
-# Now real messages: all-reduces of seven sizes, and 4 MiB cut into 1 to 64 messages. First commit: how long will 4 MiB take
-# in 64 messages, in ms, on this machine? A guess is welcome.
-
-# %% tags=["commit"]
-mine = commit(pieces_64_ms=None)
-### BEGIN SOLUTION
-mine = commit(pieces_64_ms=64 * 0.1 + 4)  # 0.1 ms a message, and 1 ms a MiB
-### END SOLUTION
-
-# %% tags=["nbval-ignore-output"]
-messages = labkit.run("all_reduce", nproc=RANKS, repeats=REPEATS)
-ax = plots.all_reduce_time_by_size(messages)
-
-# %% [markdown]
-# *Time of one all-reduce against the bytes handed to it, on logarithmic axes. The dashed line is alpha + bytes · beta,
-# fitted to the fastest rounds. It weighs relative errors of all sizes alike, and on an idle machine misses single
-# points by up to a third: a real bandwidth is not quite the same at all sizes. A blue dot at more than twice the line's
-# height was disturbed (grey ones often are): other programs held the cores. Then run the cell again. 1 MiB is 1024
-# times 1 KiB, and takes far less than 1024 times as long.*
-
-# %% tags=["claim"]
-times = fastest_all_reduce_times(messages)
-claim("1024 times the bytes take far less than 1024 times as long", times[2**20] / times[2**10] < 1024 / 4)
-
-# %% [markdown]
-# In most runs small messages lie near the horizontal line, alpha: they cost their latency, whatever their size. Large ones
-# pay by the byte. Where the two costs are equal, a message has alpha / beta bytes.
-#
-# Your own fit predicts how long the same 4 MiB take in more and more messages. Without one, labkit's does.
-
-# %% tags=["nbval-ignore-output"]
-found = fitted(all_reduce_rounds(messages).groupby(level=0).agg(list).to_dict())
-network = theory.AlphaBeta(*found) if found and min(found) > 0 else theory.fit_alpha_beta(times.to_dict())
-print(f"alpha {network.alpha_s * 1e6:.0f} µs, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
-ax = plots.all_reduce_time_by_count(messages, network=network)
-
-# %% [markdown]
-# *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
-# lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
-# the two fits differ. The bars may lie below the dashed lines, or above. Below, if even the fastest round of a size
-# that the fit uses was disturbed: a slow small message makes alpha too large, a slow large one beta. On busy cores they
-# stand far above: alpha comes from the fastest round of a single message. That they grow with the number of messages
-# holds all the same.*
-
-# %% tags=["claim"]
-pieces = fastest_all_reduce_times(messages, "pieces")
-claim("64 messages take longer than one", pieces[64] > pieces[1])
-
-# %% [markdown]
-# Now your guess, beside the bar of the figure. The model may be far off where ranks share cores.
-
-# %% tags=["nbval-ignore-output"]
-said = "–" if mine["pieces_64_ms"] is None else f"{mine['pieces_64_ms']:.1f}"
-predicted_ms = network.seconds(2**22, messages=64) * 1e3
-pandas.DataFrame(
-    {"yours": said, "theory": f"{predicted_ms:.1f}", "measured": f"{pieces[64] * 1e3:.1f}"},
-    index=["4 MiB in 64 messages, ms"],
-)
-
-# %% [markdown]
-# So: few large messages are better than many small ones. That is why DDP puts gradients into *buckets* (lab 4), and FSDP a
-# whole layer into one all-gather (lab 2).
-
-# %% [markdown]
-# ## 8. Data-parallel training by hand (core, 10 minutes)
-#
-# Section 2 had `DistributedDataParallel`. Two things that it does matter here. It broadcasts rank 0's weights, so that
-# all ranks begin equal. And in each step it replaces every gradient by its mean over the ranks. (Besides, it sends rank
-# 0's buffers, such as the running means of a batch norm, before each forward pass.)
-#
-# Why the mean? The loss of a batch is a mean over its samples. If n ranks have equally many samples, the mean over all
-# of them is the mean of the ranks' means. The gradient of a mean is the mean of the gradients. All ranks then take the
-# same step, and stay equal without another word.
-#
-# ### Exercise 6: ten lines (••, 10 minutes)
-#
-# Train `model` on this rank's `batches`, pairs of inputs and targets (equally many on each rank), with the mean squared
-# error and plain gradient descent. Four ranks must end with the weights that one device gets from all samples. Each
-# rank's model begins with different weights; all must start from rank 0's. Use no `DistributedDataParallel`.
-#
-# <details><summary>Hint 1</summary>
-#
-# Before the loop, `dist.broadcast` every parameter from rank 0; `parameter.data` is the tensor without its history.
-#
-# </details>
-#
-# <details><summary>Hint 2</summary>
-#
-# Between `backward()` and the step, `dist.all_reduce` every gradient, and divide by `dist.get_world_size()`.
-#
-# </details>
-
-
-# %%
-def train(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], learning_rate: float) -> None:
-    ### BEGIN SOLUTION
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-    ### END SOLUTION
-
-
-# %%
-checks.train(train)
-
-# %% [markdown]
-# ## 9. Build it: a ring all-reduce (core, 20 minutes)
-#
-# The heart of it all. You write a ring, an algorithm that gloo and NCCL have, with nothing but sends and receives, and
-# a network trains with it. (NCCL also has trees, and sums inside the switch. It chooses by size and by how GPUs are
-# connected; there the bytes on the wire differ.)
-#
-# Cut the tensor into as many parts as there are ranks. All ranks do the same thing in each step: send one part to the next
-# rank, receive one from the rank before. In the first half, what arrives is added. This is who sends which part, on four
-# ranks:
-#
-# | step | rank 0 | rank 1 | rank 2 | rank 3 | what arrives |
-# |---|---|---|---|---|---|
-# | 0 | 0 | 1 | 2 | 3 | is added |
-# | 1 | 3 | 0 | 1 | 2 | is added |
-# | 2 | 2 | 3 | 0 | 1 | is added: now rank 0 has all of part 1, rank 1 of part 2, … |
-# | 3 | 1 | 2 | 3 | 0 | takes the place |
-# | 4 | 0 | 1 | 2 | 3 | takes the place |
-# | 5 | 3 | 0 | 1 | 2 | takes the place |
-#
-# Follow part 0. It starts on rank 0. Rank 1 adds its own numbers, then rank 2, then rank 3, which now holds the sum. From
-# step 3 on the sum goes around. Here are four real ranks doing it, with a ring of labkit's. A part has one number.
+# Large tensors are usually added up in a **ring**: each rank sends only to the next one, all at the same time. The
+# tensor is cut into as many parts as there are ranks. In the first pass the parts go around and are added up, and in
+# the second the finished sums go around, here on four real ranks:
 
 # %%
 # %%torchrun -n 4 --name ring
@@ -802,49 +325,87 @@ from labkit.rank import report
 dist.init_process_group()
 mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
 steps = list(ring_all_reduce_steps(mine))
-report(
-    ring={"start": mine, "after step 0": steps[0], "after step 2": steps[2], "after step 3": steps[3], "end": steps[5]}
-)
+report(ring={"start": mine} | {f"after step {step}": values for step, values in enumerate(steps)})
 
 # %%
 _ = plots.values_by_rank(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: 220
-# = 200 + 20 is of ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all. That is a
-# reduce-scatter, shifted by one. Rank r holds part r + 1, and rank 3 part 0; `dist.reduce_scatter` would leave part r.
-# Then these go around until all ranks hold all: an all-gather.*
+# *A frame marks what has just arrived. Rank 0 sends its 1 to rank 1, which adds its own 10 and sends 11 on. After step
+# 2 each rank holds one finished part (dark). In steps 3 to 5 the finished parts travel on and replace the others.*
 
 # %% tags=["claim"]
-halfway, end = (
-    torch.stack([rank.reported["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end")
-)
-claim("after step 2 each rank holds one part of the sum", (halfway == end).sum(1).tolist() == [1, 1, 1, 1])
+held_then, end = (torch.stack([rank.reported["ring"][f"after step {step}"] for rank in ring.ranks]) for step in (2, 5))
+claim("after step 2 each rank holds one part of the sum", (held_then == end).sum(1).tolist() == [1, 1, 1, 1])
 claim("in the end all ranks hold all", bool((end == torch.tensor([1111.0, 2222, 3333, 4444])).all()))
 
 # %% [markdown]
-# ### Exercise 7: the ring (•••, 16 minutes)
+# In step 0 rank r sends part r, and in each later step the partial sum that it has just formed.
 #
-# Return the sum over all ranks of a vector `mine`. Its length need not be a multiple of `ranks`: `mine.tensor_split(ranks)`
-# cuts it as evenly as it can. Four real ranks run it. Your result is held against gloo's all-reduce, and the bytes that you
-# send are counted: no more than a ring's.
+# ### Exercise 2: the first pass (••, {minutes} minutes)
+#
+# Send parts around, add them up, and return the one part that this rank then holds in full, part `(rank + 1) % ranks`:
+# the ring leaves the parts shifted by one, unlike `dist.reduce_scatter`. The length of `mine` need not be a multiple of
+# `ranks`: `mine.tensor_split(ranks)` cuts it as evenly as it can. Use only `isend` and `irecv`, no collective, and
+# leave `mine` as it is: its parts are views, so add to copies.
 #
 # <details><summary>Hint 1</summary>
 #
-# In step s rank r sends part `(r - s) % ranks`. Which part does the rank before send in this step? That one arrives.
+# The body of the loop is your `shift` of exercise 1, with one part to send and another one that arrives. Write down
+# what leaves each rank:
+#
+# | step | rank 0 sends part | rank 1 | rank 2 | rank 3 |
+# |---|---|---|---|---|
+# | 0 | 0 | 1 | 2 | 3 |
+# | 1 | 3 | 0 | 1 | 2 |
+# | 2 | 2 | 3 | 0 | 1 |
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# `parts = list(mine.clone().tensor_split(ranks))`, a loop over `2 * (ranks - 1)` steps, `torch.cat(parts)` at the end. In
-# the loop it is your `shift` of exercise 1, with a part to send and another one that arrives.
+# `parts = list(mine.clone().tensor_split(ranks))`, then a loop over `ranks - 1` steps. Part `(rank - step) % ranks`
+# leaves, part `(rank - step - 1) % ranks` arrives.
 #
 # </details>
 #
 # <details><summary>Hint 3</summary>
 #
-# Add in the first `ranks - 1` steps, and put in place in the rest. Wait for both handles before you touch a part.
+# `arrived = torch.empty_like(parts[comes])`; start both messages, wait for both; `parts[comes] = parts[comes] +
+# arrived`.
+#
+# </details>
+
+
+# %%
+def ring_reduce_scatter(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    ### BEGIN SOLUTION
+    parts = list(mine.clone().tensor_split(ranks))
+    for step in range(ranks - 1):
+        leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
+        arrived = torch.empty_like(parts[comes])
+        handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
+        for handle in handles:
+            handle.wait()
+        parts[comes] = parts[comes] + arrived
+    return parts[(rank + 1) % ranks]
+    ### END SOLUTION
+
+
+# %%
+checks.ring_reduce_scatter(ring_reduce_scatter)
+
+# %% [markdown]
+# ### Exercise 3: both passes (•, {minutes} minutes)
+#
+# Now return the whole sum. The second pass has as many steps as the first, and each rank still sends the part that it
+# has just received, beginning with the one that it has finished. This part replaces the receiver's instead of being
+# added to it.
+#
+# <details><summary>Hint</summary>
+#
+# Copy your loop (or call `ring_reduce_scatter` for the first pass), and let it run for `2 * (ranks - 1)` steps. From
+# step `ranks - 1` on, `parts[comes] = arrived`. At the end, `torch.cat(parts)`.
 #
 # </details>
 
@@ -869,269 +430,332 @@ verdict = checks.ring_all_reduce(ring_all_reduce)
 verdict
 
 # %% [markdown]
-# Now it trains. `averaging_with` turns any all-reduce into the averaging half of DDP: PyTorch calls `average` whenever
-# a gradient is complete. No broadcast is needed here: the program starts all ranks from one seed. `use=` hands it to
-# the measured program of section 2 (`launch/ddp_compile.py`), in place of that file's `data_parallel`. It needs no
-# `bucket_bytes`: here each gradient goes around by itself. While exercise 7 is open, gloo's all-reduce stands in for
-# yours.
+# **Count the bytes.** Of a tensor of b bytes each of the 2 (n − 1) steps sends one part, b / n bytes. These are the
+# bytes *on the wire*. The bytes that a rank *hands to the call* are those of its own tensor, and the course keeps the
+# two apart. Here b is the whole tensor, before a reduce-scatter or after an all-gather:
+#
+# | | handed to the call | on the wire, sent by each rank |
+# |---|---|---|
+# | all-reduce | b | 2 (n − 1)/n · b |
+# | reduce-scatter | b | (n − 1)/n · b |
+# | all-gather | one part, b / n | (n − 1)/n · b |
+#
+# *Takeaway: in a ring no rank ever sends more than twice its tensor, however many ranks there are, which is one reason
+# why data-parallel training scales.*
+#
+# ## 7. Data-parallel training by hand ({minutes} minutes)
+#
+# DDP broadcasts rank 0's weights, so that all ranks begin equal, and in each step it replaces every gradient by its
+# mean over the ranks. All ranks then take the same step and stay equal.
+#
+# <details><summary>Why the mean?</summary>
+#
+# The loss of a batch is a mean over its samples. If all ranks have equally many samples, the mean over all of them is
+# the mean of the ranks' losses, and the same holds for gradients.
+#
+# </details>
+#
+# ### Exercise 4: ten lines (••, {minutes} minutes)
+#
+# Train `model` on this rank's `batches`, pairs of inputs and targets, with the mean squared error and plain gradient
+# descent. Each rank's model begins with different weights, and all must start from rank 0's. Four ranks must end with
+# the weights that one device gets from all samples. Use collectives of `dist` here; your ring comes in section 8.
+#
+# <details><summary>Hint 1</summary>
+#
+# Two calls of `dist` are missing from an ordinary training loop: one before the loop, and one between the backward pass
+# and the optimizer's step.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Before the loop, `dist.broadcast(parameter.data, src=0)` for every parameter (`.data` is the tensor without its
+# history). After `backward()`, `dist.all_reduce(parameter.grad)`, and divide by `dist.get_world_size()`.
+#
+# </details>
 
 
 # %%
-def gloos(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The sum over all ranks, by gloo."""
-    dist.all_reduce(mine)
-    return mine
-
-
-def averaging_with(all_reduce):
-    """A function that lets every backward pass of a model average its gradients with this all-reduce."""
-
-    def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
-        def average(parameter: nn.Parameter) -> None:
-            ranks = dist.get_world_size()
-            total = all_reduce(parameter.grad.flatten(), dist.get_rank(), ranks)
-            if total is None:
-                raise NotImplementedError("the all-reduce returned None: its body is still empty")
-            parameter.grad.copy_(total.view_as(parameter.grad) / ranks)
-
+def train(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], learning_rate: float) -> None:
+    ### BEGIN SOLUTION
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(average)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+    ### END SOLUTION
 
-    return data_parallel
 
-
-yours = ring_all_reduce if verdict.ok else gloos
+# %%
+checks.train(train)
 
 # %% [markdown]
-# First commit. In a step of this training, how many bytes does your ring send on each rank, and in how many sends? The
-# network has eight gradients, and the ring runs once for each.
+# *Takeaway: data-parallel training is one broadcast at the start, and one averaged gradient in each step.*
+#
+# ## 8. Your ring trains a real network ({minutes} minutes)
+#
+# `labkit.run` starts one of the course's programs on real ranks and returns what it measured. Here
+# `launch/ddp_compile.py` trains four linear layers, each `DIM` wide. `use=` puts your ring into it, and each gradient
+# goes around by itself as soon as it is complete.
+#
+# Each layer has two gradients, of its weight and its bias. With `DIM` 1000, all eight together have 16,016,000 bytes.
+# Commit to a prediction, that is, write it in place of `None`: in one step, how many bytes does each of the `RANKS`
+# ranks send, and in how many messages?
 
 # %% tags=["commit"]
-mine = commit(send_bytes=lambda: ring_bytes(gradient_bytes, RANKS), send_count=None)
+mine_sends = commit(send_bytes=None, send_count=None)
 ### BEGIN SOLUTION
-mine = mine | commit(send_count=8 * 2 * (RANKS - 1))
+mine_sends = commit(send_bytes=2 * (RANKS - 1) / RANKS * 16 * (DIM * DIM + DIM), send_count=8 * 2 * (RANKS - 1))
 ### END SOLUTION
 
-# %%
-ring_run = labkit.run("ddp_compile", mode="yours", use={"data_parallel": averaging_with(yours)}, **SETUP)
-by_theory = {
-    "send_bytes": theory.collective_wire_bytes("all_reduce", gradient_bytes, RANKS),
-    "send_count": 8 * 2 * (RANKS - 1),
-}
-if yours is gloos:
-    print("Exercise 7 is open: nothing was sent by hand.")
-    by_theory, mine = {"all_reduce_wire_bytes": by_theory["send_bytes"]}, {}
-plots.comparison_table(ring_run, by_theory, yours=mine, tolerance=0.02)
+# %% tags=["summary"]
+from labkit.parallel.ring import ring_all_reduce as labkits_ring
+from labkit.parallel.small_ddp import averaging_with
+
+yours = ring_all_reduce if verdict.ok else labkits_ring
+gradient_bytes = 4 * 4 * (DIM * DIM + DIM)
+ring_run = labkit.run("ddp_compile", mode="yours", use={"data_parallel": averaging_with(yours)}, nproc=RANKS, dim=DIM)
+sent_bytes = theory.collective_wire_bytes("all_reduce", gradient_bytes, RANKS)
+by_theory = {"send_bytes": sent_bytes, "send_count": 8 * theory.ring_step_count("all_reduce", RANKS)}
+plots.comparison_table(ring_run, by_theory, yours=mine_sends, tolerance=0.02)
 
 # %% [markdown]
-# *A real network trained with your all-reduce. What your ring handed to its sends is what section 6's formula gives for
-# the wire, here on two ranks.*
+# Does a falling loss prove that training is right? `labkit.check` trains the same network on one device that sees
+# all samples, and compares outputs, gradients and parameters over two steps.
 #
-# **Is it right?** A loss that falls proves nothing. So `labkit.check` trains the same network on one device that goes
-# through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 parameters at
-# the end: 26 tensors.
-
-# %%
-PARITY = {"mode": "yours", "nproc": RANKS, "dim": 64, "timeout_s": 60}
-right = labkit.check("ddp_compile", use={"data_parallel": averaging_with(yours)}, **PARITY)
-print(right.verdict_text)
-
-# %% [markdown]
-# ## 10. Break it (core, 5 minutes)
-#
-# A check that never fails is worth nothing. Copy your ring and break one thing: leave out the last step, add where it should
-# put in place, or send the wrong part. Then see what parity says. Ranks that wait for each other are stopped after a minute.
+# **Break it.** Copy your ring and break one thing: leave out the last step, add where it should replace, or send the
+# wrong part. Each ring is then checked, and trains 20 steps.
 
 
 # %%
 def broken_ring(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     ### BEGIN SOLUTION
     parts = list(mine.clone().tensor_split(ranks))
-    for step in range(2 * (ranks - 1) - 1):  # the last step is left out
+    for step in range(2 * (ranks - 1)):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
         handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
         for handle in handles:
             handle.wait()
-        parts[comes] = parts[comes] + arrived if step < ranks - 1 else arrived
+        parts[comes] = parts[comes] + arrived  # added in the second pass, too
     return torch.cat(parts)
     ### END SOLUTION
 
 
 # %%
-try:
-    broken = labkit.check("ddp_compile", use={"data_parallel": averaging_with(broken_ring)}, **PARITY)
-    print(broken.verdict_text)
-except (labkit.RankFailed, labkit.RunTimedOut) as failure:  # ranks that raise, or wait for each other
-    print("not compared:", type(failure).__name__)
+losses = {}
+for name, ring_to_check in {"your ring": yours, "broken ring": broken_ring}.items():
+    how = {"mode": "yours", "use": {"data_parallel": averaging_with(ring_to_check)}, "nproc": 4, "dim": 64}
+    try:
+        print(f"{name}: {labkit.check('ddp_compile', timeout_s=60, **how).verdict_text}")
+        losses[name] = labkit.run("ddp_compile", steps=20, **how).losses
+        print(f"  loss: {losses[name].iloc[0]:.3f}, after 20 steps {losses[name].iloc[-1]:.3f}")
+    except (labkit.RankFailed, labkit.RunTimedOut) as failure:  # ranks that raise, or wait for each other
+        first, *rest = str(failure).splitlines()
+        places = [line.strip() for line in rest if f"in {ring_to_check.__name__}" in line]
+        print(f"{name}: not compared: {first}", *places[:1])
+
+# %% tags=["claim"]
+falls = [each.iloc[-1] < each.iloc[0] for each in losses.values() if not each.isna().any()]
+claim("the loss may fall with wrong sums, too", all(falls))
 
 # %% [markdown]
-# ### A test that cannot fail
+# The loss may fall with wrong sums, too. Only the comparison tells every broken ring from the right one.
 #
-# Suppose somebody forgot the all-reduce. A test compares the gradient of that code with the right one, averaged over
-# the ranks; it should fail. First all ranks use the same samples, as a careless test with a fixed seed does; then each
-# has its own. Before you run it: in which case does the test fail?
-
-# %%
-# %%torchrun -n 4
-dist.init_process_group()
-
-
-def gradient(seed, averaged):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
-    model(x).square().mean().backward()
-    if averaged:
-        dist.all_reduce(model.weight.grad)
-        model.weight.grad /= dist.get_world_size()
-    return model.weight.grad
-
-
-equal = torch.allclose(gradient(0, averaged=False), gradient(0, averaged=True))
-own = torch.allclose(gradient(dist.get_rank(), averaged=False), gradient(dist.get_rank(), averaged=True))
-f"without the all-reduce the test passes: {equal} with equal samples, {own} with samples of one's own"
-
-# %% [markdown]
-# The mean of four equal gradients is the gradient. With equal samples a missing averaging goes unseen, and so does a
-# broken one that returns the gradient it was given. A test of distributed code needs ranks that *differ*. After you
-# write a test, break the code once and watch it fail.
-
-# %% [markdown]
-# ## 11. When does it pay? (core, 6 minutes, and 6 for an optional exercise)
+# *Takeaway: compare gradients rather than losses. After you write a test, break the code once and watch the test fail.*
 #
-# Data-parallel training adds an all-reduce to each step. Let us say that it pays well while a rank computes longer than
-# it sends. At equality, if nothing overlaps, half of each step goes into sending, and n ranks do the work of n / 2. A
-# step of forward and backward pass takes about 6 operations (2 forward, 4 backward) for each parameter of a linear
-# layer and each sample, or token of a text. So for P parameters, T tokens on each rank, F operations a second,
-# gradients of b bytes a number and a bandwidth of B bytes a second
+# ## 9. What a collective costs ({minutes} minutes)
 #
-# `6 * P * T / F  >  2 * (n - 1) / n * b * P / B`
+# Each call of a collective takes a **latency** of α (alpha) seconds, in which ranks wake up and agree. On top of that,
+# each byte handed to an all-reduce takes β (beta) seconds. If m calls are handed b bytes in
+# total, they take
 #
-# P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs during the
-# backward pass, as in DDP, it can hide behind that, which is two thirds of the computing. Lab 4 looks at what hides.
+# `m · α + b · β`
 #
-# First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. B counts bytes
-# on the wire, the beta of section 7 bytes handed to the call: so B is 2 (n - 1) / n / beta, not 1 / beta.
+# Here, two ranks make all-reduces of seven sizes:
 
 # %% tags=["nbval-ignore-output"]
-alone = labkit.run("ddp_compile", mode="ddp", nproc=1, dim=DIM, steps=STEPS)
-batch = alone.params["batch"]
-compute_s = (alone.value("forward_ms") + alone.value("backward_ms")) / 1e3
-flops_per_s = 6 * (gradient_bytes / 4) * batch / compute_s / RANKS
-bytes_per_s = theory.collective_wire_bytes("all_reduce", 1, RANKS) / max(network.beta_s_per_byte, 1e-12)
-pays = theory.collective_wire_bytes("all_reduce", 4, RANKS) / bytes_per_s * flops_per_s / 6
-print(f"a rank computes {flops_per_s / 1e9:.1f} GFLOP/s, and sends {bytes_per_s / 1e9:.2f} GB/s")
-print(f"sending takes as long as computing at {pays:.1f} samples on each rank; the runs above had {batch}")
+messages = labkit.run("all_reduce", nproc=2, repeats=REPEATS)
+_ = plots.all_reduce_time_by_size(messages)
+
+# %% tags=["claim"]
+times = fastest_all_reduce_times(messages)
+claim("1024 times the bytes take far less than 1024 times as long", times[2**20] / times[2**10] < 1024 / 4)
 
 # %% [markdown]
-# Now GPUs, from data sheets. An H100 (SXM) does 989 · 10^12 operations a second in bfloat16, without sparsity. Programs
-# reach perhaps 40 % of it: Llama 2's 127 TFLOP/s (section 1) are 41 % of an A100's 312. Its NVLink moves 900 GB/s in
-# both directions together: 450 GB/s out, to GPUs of the same machine. Between machines we take one ring that leaves
-# each machine through one adapter of 400 Gbit/s: 50 GB/s. (A DGX H100 has one adapter a GPU. There NCCL lets up to
-# eight rings run side by side, and the number below falls to as little as an eighth.) Source: NVIDIA's data sheets of
-# the H100 and the DGX H100, see section 12. Gradients travel in bfloat16, 2 bytes.
+# *One all-reduce by its size; dashed, α + bytes · β, fitted to the fastest rounds, because a disturbance only adds
+# time. Small ones cost their latency, and large ones pay by the byte; at α / β both cost the same.*
 #
-# ### Exercise 8: tokens that pay (optional, ••, 6 minutes)
+# In a ring of n ranks, α is 2 (n − 1) times the latency of one step: two steps above, and more with more ranks. β is
+# 2 (n − 1)/n divided by the **bandwidth** of a link, and hardly grows.
 #
-# Solve the inequality for T. How many tokens does a GPU need in a step, at least?
+# <details><summary>64 ranks add up 1 MiB, with 10 µs a step and 10 GB/s. Which helps more, ten times the bandwidth or a
+# tenth of the latency?</summary>
 #
-# <details><summary>Hint</summary>
+# A tenth of the latency: 126 steps take 1.26 ms, and the bytes only 0.21 ms.
 #
-# Set both sides equal. P cancels.
+# </details>
+
+# %%
+widgets.RingExplorer()
+
+# %% [markdown]
+# **One call or eight?** Your ring made a call for each of the eight gradients. DDP packs them into one **bucket** and
+# makes one call. Four ranks now train with each, on an emulated wire, where a message waits 10 ms, and then 100 ns a
+# byte. Commit: how many milliseconds of a step does the bucket save?
+
+# %% tags=["commit"]
+mine_saves = commit(saved_ms=None)
+### BEGIN SOLUTION
+mine_saves = commit(saved_ms=7 * 6 * 10)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+slow_wire = labkit.Emulated(latency_us=10_000, gb_per_s=0.01, hardware="a wire of 10 ms and 10 MB/s")
+ways = {"eight rings": {"mode": "yours", "use": {"data_parallel": averaging_with(yours)}}, "bucket": {"mode": "ddp"}}
+by_way = labkit.compare("ddp_compile", ways, nproc=4, dim=64, steps=2, rounds=1, emulate=slow_wire)
+eight_ms, one_ms = (run.value("step_ms") for run in by_way.values())
+print(f"{eight_ms:.0f} - {one_ms:.0f} = {eight_ms - one_ms:.0f} ms; you: {prediction_text(mine_saves['saved_ms'])}")
+
+# %% tags=["claim"]
+claim("the bucket saves about the latency of 42 messages", 0.9 < (eight_ms - one_ms) / 420 < 1.5)
+
+# %% [markdown]
+# <details><summary>Why not exactly your number?</summary>
+#
+# The bytes are the same in both. The bucket's ring has 6 steps, the eight rings have 48, and 42 · 10 ms are saved. Real
+# ranks also spend time on each message, which the formula leaves out.
+#
+# </details>
+#
+# *Takeaway: every call pays the latency once more, so few large messages are better than many small ones. So
+# DDP fills buckets (lab 4), and FSDP gathers whole layers (lab 2).*
+#
+# ## 10. Does it pay? ({minutes} minutes)
+#
+# If n ranks share a batch, each computes an n-th of it, and then they average the gradients. The time of a step is the
+# sum of both. Lab 4 lets them overlap, but a network as small as ours sends all gradients at the end.
+#
+# ### Exercise 5: the time of a step (•, {minutes} minutes)
+#
+# One device needs `compute_s` seconds for the whole batch. How many seconds does a step take on `ranks` ranks?
+# Gradients of `gradient_bytes` go through one ring, whose steps each have a latency of `latency_s` and whose links
+# carry `bytes_per_s`.
+#
+# <details><summary>Hint 1</summary>
+#
+# Three terms: a rank's share of the computing, the latencies of the ring's steps, and the bytes on the wire over the
+# bandwidth.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# The ring has `steps = 2 * (ranks - 1)`, and each one takes `latency_s + gradient_bytes / ranks / bytes_per_s`.
 #
 # </details>
 
 
 # %%
-def tokens_that_pay(flops_per_s: float, bytes_per_s: float, ranks: int, gradient_bytes: int) -> float:
+def step_seconds(compute_s: float, gradient_bytes: int, ranks: int, latency_s: float, bytes_per_s: float) -> float:
     ### BEGIN SOLUTION
-    return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
+    steps = 2 * (ranks - 1)
+    return compute_s / ranks + steps * (latency_s + gradient_bytes / ranks / bytes_per_s)
     ### END SOLUTION
 
 
 # %%
-checks.tokens_that_pay(tokens_that_pay)
+checks.step_seconds(step_seconds)
 
 # %% [markdown]
-# Commit before you compute: how many tokens a GPU, for 1024 GPUs, if one adapter of 50 GB/s a machine carries the ring?
+# **On two wires.** Real ranks now train with DDP, and *wait* as long as an imagined device and wire would take: 8
+# layers, each 20 ms forward and 40 ms backward, shared by n ranks; 10 MB a second; a latency of 1 ms a step on the near
+# wire, and 40 ms on the far one. DDP's messages are real, 133,120 bytes of gradients. Commit, before you call your
+# function: on each wire, which of 1, 2, 4 and 8 ranks is fastest?
 
 # %% tags=["commit"]
-mine = commit(tokens=None)
+mine_fastest = commit(near=None, far=None)
 ### BEGIN SOLUTION
-mine = commit(tokens=5000)
+mine_fastest = commit(near=8, far=2)
 ### END SOLUTION
 
-# %%
-H100_FLOPS = 0.4 * 989e12
-yours_now = [tokens_that_pay(H100_FLOPS, speed, 1024, 2) for speed in (450e9, 50e9)]
-by_hand = [theory.collective_wire_bytes("all_reduce", 2, 1024) / speed * H100_FLOPS / 6 for speed in (450e9, 50e9)]
-index = ["NVLink, 450 GB/s", "one adapter a machine, 50 GB/s"]
-guess = f"{mine['tokens']:,.0f}" if mine["tokens"] else "–"
-columns = {"your guess": ["–", guess], "your function": [f"{t:,.0f}" if t else "–" for t in yours_now]}
-pandas.DataFrame(columns | {"theory": [f"{t:,.0f}" for t in by_hand]}, index=index)
-
 # %% tags=["nbval-ignore-output"]
-llama = 7e9
-seconds = {speed: theory.collective_wire_bytes("all_reduce", 2 * llama, 1024) / speed for speed in (450e9, 50e9)}
-panels = {
-    "this machine, this lab's network": (
-        6 * (gradient_bytes / 4) / flops_per_s,
-        {f"{RANKS} ranks": theory.collective_wire_bytes("all_reduce", gradient_bytes, RANKS) / bytes_per_s},
-    ),
-    "1024 H100s, 7 billion parameters": (
-        6 * llama / H100_FLOPS,
-        {"NVLink, 450 GB/s": seconds[450e9], "one adapter a machine, 50 GB/s": seconds[50e9]},
-    ),
-}
-_ = plots.communication_break_even(panels, batches={"this machine, this lab's network": batch})
-
-# %% [markdown]
-# *What computing takes grows with the tokens of a rank. What sending takes does not: a gradient is as large as the
-# network, whatever the batch. A dot stands where both take equally long; right of it, computing takes longer.* All of
-# it is predicted, on the left from what was measured above. There a token is a sample, and the dotted line is this
-# lab's batch.
-#
-# *One sequence of Llama 2 has 4096 tokens. So where one adapter carries the ring a GPU wants two of them or more, and
-# within a machine a part of one is enough. Both dots on the right use the factor of 1024 ranks, nearly 2. For the 8
-# GPUs of one machine it is 1.75, and the 586 become 513. (Section 1's 7 billion parameters do not fit one H100. P
-# cancels: the dots hold for smaller networks, too.)*
+net = {"mode": "ddp", "batch": 8, "steps": 1, "dim": 64, "layers": 8}
+alone = labkit.run("ddp_compile", nproc=1, emulate=labkit.Emulated(forward_ms=20, hardware="one device"), **net)
+by_wire, your_s = {}, {}
+for wire, ms in {"near": 1, "far": 40}.items():
+    link = {"latency_us": 1e3 * ms, "gb_per_s": 0.01, "hardware": f"{wire} wire, {ms} ms and 10 MB/s"}
+    cases = {f"{n} ranks": {"nproc": n, "emulate": labkit.Emulated(forward_ms=20 / n, **link)} for n in (2, 4, 8)}
+    by_wire[wire] = [alone, *labkit.compare("ddp_compile", cases, rounds=1, **net).values()]
+    your_s[wire] = {n: step_seconds(0.48, 133_120, n, ms / 1e3, 1e7) for n in (1, 2, 4, 8)}
+_ = plots.step_time_by_ranks(by_wire, your_s)
+for wire, runs in by_wire.items():
+    best = min(runs, key=lambda run: run.value("step_ms")).world_size
+    print(f"fastest on the {wire} wire: {best} ranks; you: {prediction_text(mine_fastest[wire])}")
 
 # %% tags=["claim"]
-claim("a GPU wants two sequences or more", 4096 < by_hand[1] < 2 * 4096)
-claim("within a machine a part of one is enough", by_hand[0] < 4096)
+near_ms, far_ms = ([run.value("step_ms") for run in runs] for runs in by_wire.values())
+claim("on the near wire eight ranks are over three times as fast as one", 3 * near_ms[3] < near_ms[0])
+claim("DDP makes one call", by_wire["far"][-1].value("all_reduce_count") == 1)
+claim("on the far wire two ranks win, and eight lose", far_ms[1] < 0.8 * far_ms[0] and far_ms[3] > 1.2 * far_ms[0])
 
 # %% [markdown]
-# With more GPUs and the same global batch each has fewer tokens. So the inequality also says where data-parallel
-# training stops scaling. Beyond it one shares each sample, too: labs 1 and 5.
+# *Emulated steps; dashed, as your function predicts. On the near wire each doubling pays. On the far wire two ranks are
+# fastest, and eight are slower than one device.*
+
+# %% tags=["claim"]
+claim("133,120 bytes of gradients", 4 * 8 * (64 * 64 + 64) == 133_120)
+computing_s, sending_s = 6 * 7e9 * 4e6 / 400e12 / 64, 2 * 63 / 64 * 14e9 / 50e9
+claim("6.6 s and 0.55 s; 0.43 s", (round(computing_s, 1), round(sending_s, 2)) == (6.6, 0.55))
+claim("0.43 s for one sequence", round(6 * 7e9 * 4096 / 400e12, 2) == 0.43)
+twice_s = {n: 0.96 / n + 2 * (n - 1) * (0.04 + 133_120 / n / 1e7) for n in (1, 2, 4, 8)}
+claim("twice the batch: four ranks", min(twice_s, key=twice_s.get) == 4)
+claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_320 / 1024 / 24) == (112, 21, 7.5))
 
 # %% [markdown]
-# ## 12. Leave with (core, 5 minutes)
-
-# %% tags=["summary"]
-rows = {"DDP": plots.comparison_table(trained, {"all_reduce_bytes": gradient_bytes})}
-rows["your ring"] = plots.comparison_table(ring_run, by_theory, tolerance=0.02)
-pandas.concat(rows)
-
-# %% [markdown]
-# | | |
+# <details><summary>On the far wire, which number of ranks is fastest with twice the batch?</summary>
+#
+# Four, by the formula: `step_seconds(0.96, 133_120, n, 0.04, 1e7)` is smallest for n = 4.
+#
+# </details>
+#
+# <details><summary>On the reference cluster, do 64 GPUs pay for 7 billion parameters, 4 million tokens a step?</summary>
+#
+# Training takes about 6 operations a parameter and token, so each GPU computes 6 · 7e9 · 4e6 / 64 / 400e12 = 6.6 s. Its
+# 14 GB of bfloat16 gradients take 2 · 63/64 · 14 / 50 = 0.55 s between hosts: it pays. With a single sequence of 4096
+# tokens a GPU, computing takes 0.43 s, less than sending. But no GPU holds 112 GB, so lab 2 cuts them up.
+#
+# </details>
+#
+# *Takeaway: with more ranks, computing shrinks, a rank's bytes hardly change, and latency grows. So there is a best
+# number of ranks, and it grows with the batch and with faster links.*
+#
+# ## 11. Take away ({minutes} minutes)
+#
+# 1. All ranks run the same program, and make the same collectives in the same order. A hang means that some rank waits
+#    for a call that another rank never makes.
+# 2. An all-reduce is a reduce-scatter and an all-gather. In a ring each rank sends 2 (n − 1)/n of the tensor.
+# 3. A collective costs α + bytes · β, so make few large ones. More ranks pay as long as they save more computing than
+#    they add sending.
+#
+# | if | then |
 # |---|---|
-# | rank | a process of a run, and its number |
-# | world size | how many |
-# | process group | ranks that talk; collectives run within one |
-# | backend | the library that moves bytes: gloo, NCCL |
-# | broadcast, all-reduce, all-gather, reduce-scatter, all-to-all | section 5's figures |
-# | all-reduce | = reduce-scatter + all-gather; 2 (n - 1) / n of the tensor leaves each rank |
-# | time of a message | alpha + bytes · beta |
-# | data-parallel training | equal weights, own samples, mean of the gradients |
+# | a run prints nothing | look where each rank is |
+# | each rank has little to compute | enlarge the batch, or share each sample (labs 1, 5) |
+# | a test of distributed code passes | give the ranks different data, break the code once, and watch the test fail |
 #
 # **Ask yourself**
 #
 # <details><summary>1. A run prints nothing for ten minutes. What do you do first?</summary>
 #
-# Look where each rank is. A rank waits for something that another does not send. If all wait in the same collective,
-# suspect the network, or different shapes or different earlier calls on some rank; if one is elsewhere, look there
-# first.
+# Look where each rank is. If all wait in the same collective, suspect the network, or different shapes or different
+# earlier calls on some rank. If one rank is elsewhere, look there first.
 #
 # </details>
 #
@@ -1144,29 +768,30 @@ pandas.concat(rows)
 #
 # <details><summary>3. Eight ranks all-gather a tensor of 80 MB. How much does each hand to the call, how much goes on the wire?</summary>
 #
-# 10 MB are handed in, 70 MB leave each rank.
+# Each rank hands in 10 MB, and 70 MB leave it.
 #
 # </details>
 #
 # <details><summary>4. You double the number of ranks and keep the batch of each. What happens to the bytes of a rank?</summary>
 #
-# What is handed over stays the same. On the wire, 2 (n - 1) / n stays below 2: half more from 2 to 4 ranks, hardly more
-# from 64 on. Latency grows: a ring has 2 (n - 1) steps.
+# The bytes handed to the call stay the same. On the wire, 2 (n − 1)/n stays below 2: half more from 2 to 4 ranks,
+# hardly more from 64 on. Latency grows, because a ring has 2 (n − 1) steps.
 #
 # </details>
 #
 # <details><summary>5. Why do ranks stay equal, though nobody compares their weights?</summary>
 #
-# They began equal, by the broadcast, and each step applies the same mean gradient with the same arithmetic. Whoever skips
-# one all-reduce on one rank breaks that for good, in silence.
+# They began equal, by the broadcast, and each step applies the same mean gradient with the same arithmetic. If one rank
+# skips a single all-reduce, they differ from then on, in silence.
 #
 # </details>
 #
-# **Papers and pages**
+# <details><summary>Papers, pages and code</summary>
 #
 # - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring.
 #   <https://doi.org/10.1016/j.jpdc.2008.09.002>
-# - Hockney, *The communication challenge for MPP*, 1994: alpha and beta. <https://doi.org/10.1016/S0167-8191(06)80021-9>
+# - Hockney, *The communication challenge for MPP*, 1994: alpha and beta.
+#   <https://doi.org/10.1016/S0167-8191(06)80021-9>
 # - Li and others, *PyTorch Distributed: experiences on accelerating data parallel training*, 2020.
 #   <https://arxiv.org/abs/2006.15704>
 # - Touvron and others, *Llama 2*, 2023: the numbers of section 1. <https://arxiv.org/abs/2307.09288>
@@ -1174,13 +799,13 @@ pandas.concat(rows)
 #   <https://docs.pytorch.org/docs/stable/elastic/run.html>
 # - NVIDIA's data sheets: H100 <https://www.nvidia.com/en-us/data-center/h100/>, DGX H100
 #   <https://www.nvidia.com/en-us/data-center/dgx-h100/>
+# - In labkit: `launch/all_reduce.py`, a whole rank program; `labkit/theory/collectives.py`, the formulas of this lab;
+#   `labkit/session/traffic.py`, how bytes are counted.
 #
-# **Read in labkit**: `launch/all_reduce.py`, a whole rank program; `labkit/theory/collectives.py`, the formulas of this lab;
-# `labkit/session/traffic.py`, how bytes are counted.
+# </details>
 #
-# **Next**: lab 1 cuts images over ranks, lab 2 parameters. What DDP does with buckets while the backward pass runs is lab 4.
-
-# %% [markdown]
+# **Next**: lab 1 cuts images over ranks, lab 2 parameters.
+#
 # ### What you have passed
 
 # %%

@@ -15,7 +15,7 @@
 # - say how far to trust such numbers, and what no simulation can know.
 #
 # You need the words of labs 0, 2 and 5: all-gather, FSDP, HSDP, mesh, tensor parallelism. The sections marked **core**
-# take about 115 minutes. Exercises have dots for their difficulty: •, •• or •••. Where a cell says `commit`, put down
+# take about {core_minutes} minutes. Exercises have dots for their difficulty: •, •• or •••. Where a cell says `commit`, put down
 # your own numbers before you run. Leave None where you have none. Sentences in italics are checked by a cell with
 # claims.
 
@@ -79,7 +79,7 @@ GPUS = get_hardware("h100-8x")
 # %% [markdown]
 # ## 1. Why
 #
-# **core, 5 minutes**
+# **core, {minutes} minutes**
 #
 # A model of the size of Llama 2 7B has 6.74 billion parameters. Adam keeps two numbers for each. With the parameter
 # and its gradient that makes four numbers of 4 bytes. An H100 has 80 GB.
@@ -106,7 +106,7 @@ plots.comparison_table(expected, yours=mine, tolerance=0.01, column="theory")
 #
 # ## 2. The code you would write
 #
-# **core, 8 minutes**
+# **core, {minutes} minutes**
 #
 # PyTorch has all that is needed. The process group `"fake"` returns from each collective at once and has moved nothing.
 # `FakeTensorMode` makes tensors that have a shape, a type and a size, but no memory. And a tracker adds up what is
@@ -155,7 +155,7 @@ dist.destroy_process_group()
 # works, and messages are counted by axis and by link.
 
 # %% tags=["claim"]
-said = by_hand.ranks[0].log()  # noqa: F821 (the cell above gave it this name)
+said = by_hand.ranks[0].log()
 shard_mb = float(said.split("Sharded Param")[1].split()[0])
 claim("the model has 2.1 GB", round(8 * (8192 * 8192 + 8192) * 4 / GB, 1) == 2.1)
 claim("a rank's shard of it has 2.1 MB", shard_mb == 2.1)
@@ -165,7 +165,7 @@ claim("at the peak there are four tensors of the size of a layer", sum(268 < siz
 # %% [markdown]
 # ## 3. The same bytes as real ranks on CPUs
 #
-# **core, 7 minutes**
+# **core, {minutes} minutes**
 #
 # Why trust it? Because it can be held against real ranks, as far as this machine has room for them. Lab 2's program
 # trains three MLPs on two real ranks. Then rank 0 is simulated, as one of two and as one of 1024.
@@ -215,7 +215,7 @@ claim("the activations are the same", activations.nunique() == 1)
 claim("what leaves it in a ring nearly doubles", 1.9 < sent.iloc[2] / sent.iloc[0] < 2)
 
 # %% [markdown]
-# ### Lab 1 at its full size (optional, 3 minutes)
+# ### Lab 1 at its full size (optional, {minutes} minutes)
 #
 # Lab 1 cut the activations of a small ConvNeXt. The one it comes from has 350 million parameters, images of 512 x 1024,
 # and a batch of 7; it was written for four GPUs. Here is a rank of four:
@@ -236,7 +236,7 @@ claim("parameters and Adam's numbers are whole", round(held["parameter"] / 4e6) 
 # %% [markdown]
 # ## 4. What fits
 #
-# **core, 20 minutes**
+# **core, {minutes} minutes**
 #
 # Now the model of section 1, Llama 2 7B, with sequences of 2048 tokens, one for each rank. To wait less, take
 # the first 12 of its 32 blocks (without `layers` it is whole). FSDP2 shards it over 64 GPUs, a block a unit. Gathers
@@ -308,7 +308,7 @@ for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
     print(f"{label}: {memory_fit(result, budget_gib=GPUS.memory_bytes / 2**30)}")
 
 # %% [markdown]
-# ### Exercise 1: the smallest cluster (•, 6 minutes)
+# ### Exercise 1: the smallest cluster (•, {minutes} minutes)
 #
 # Some of what a rank holds is a share of a whole: sharded parameters, gradients, Adam's numbers. Call the whole
 # `shared_bytes`. The rest is its own, whatever the number of ranks: activations, gathered units. Call it `own_bytes`.
@@ -438,14 +438,17 @@ claim("the sum is too large", all(own_bytes + STATE_70B / ranks > continued[rank
 # %% [markdown]
 # ## 5. How long: one operator, one collective
 #
-# **core, 15 minutes**
+# **core, {minutes} minutes**
 #
 # A simulated rank has no clock that means anything. Its time is **reckoned**: from what it does, and from a table of
 # hardware. Here is the entry for hosts of eight H100. Each figure has its source (`GPUS.sources`). One of them is on no
 # data sheet: the share of the peak that products of matrices reach. It was set so that one published step is met as a
 # whole (section 9), with all that a model leaves out. That was on other H100s, with slower memory, and held to 500 of
 # 700 W. A single large product is quicker by itself. For the time of a step the share is cautious. For waiting it is
-# not: slow arithmetic hides more messages. Links, on the other hand, are taken at the data sheet's full speed.
+# not: slow arithmetic hides more messages. The links of H100s were not measured either. Inside a host they are borrowed
+# from A100s and B200s, whose all-reduces were. The latency between hosts is a guess: 78 µs lies halfway, by factors,
+# between the 14 with which NCCL compares its algorithms and the 434 fitted to the one network that was measured, of
+# hosts of B200s. Section 8 asks how much hangs on that.
 
 # %%
 rows = {
@@ -469,7 +472,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=[GPUS.device]).round(3)
 # %% tags=["commit"]
 mine = commit(product_us=None, sum_us=None)
 ### BEGIN SOLUTION
-mine = commit(product_us=2 * 4096**3 / (0.436 * 989.4e12) * 1e6, sum_us=3 * 2 * 4096**2 / 3.35e12 * 1e6)
+mine = commit(product_us=2 * 4096**3 / (0.437 * 989.4e12) * 1e6, sum_us=3 * 2 * 4096**2 / 3.35e12 * 1e6)
 ### END SOLUTION
 
 # %%
@@ -494,7 +497,7 @@ claim("and does an eight-thousandth of the arithmetic", round(product.flops / 40
 # best hosts each GPU has a network card, and the rings together fill all of them: what leaves a host does so over
 # `nproc` cards. (An all-reduce in a ring takes twice as long as an all-gather of the same tensor.)
 #
-# ### Exercise 2: a ring over hosts (••, 10 minutes)
+# ### Exercise 2: a ring over hosts (••, {minutes} minutes)
 #
 # Return the seconds of an all-gather to which each rank brings `shard_bytes`. `inside` and `between` have an `alpha_s`,
 # the latency of a hop, and a `beta_s_per_byte`, what a byte takes over a link inside a host, or over one card.
@@ -527,8 +530,8 @@ verdict = checks.ring_s(ring_s)
 verdict
 
 # %% [markdown]
-# A block of our model has 202 million parameters, 405 MB in bfloat16. How many milliseconds does it take to gather it
-# on one host, and on 128? And how many of the latter are latency?
+# A block of our model has 202 million parameters, 405 MB in bfloat16. How many milliseconds does this ring take to gather
+# it on one host, and on 128? And how many of the latter are latency?
 
 # %% tags=["commit"]
 mine = commit(one_host_ms=None, many_hosts_ms=None, latency_ms=None)
@@ -546,31 +549,41 @@ from labkit_simulate.theory.step_time import Group, collective_s
 
 BLOCK_BYTES = 2 * 202_383_360
 LINKS = GPUS.inside, GPUS.between
-whole = {
-    hosts: 1e3 * collective_s("all_gather", BLOCK_BYTES / (8 * hosts), Group(8 * hosts, hosts), GPUS)
-    for hosts in (1, 128)
-}
-expected = {"one_host_ms": whole[1], "many_hosts_ms": whole[128], "latency_ms": 1e3 * theory.ring_s(0, 128, 8, *LINKS)}
-plots.comparison_table(expected, yours=mine, tolerance=0.05, column="reckoned")
+ring = {hosts: 1e3 * theory.ring_s(BLOCK_BYTES / (8 * hosts), hosts, 8, *LINKS) for hosts in (1, 128)}
+expected = {"one_host_ms": ring[1], "many_hosts_ms": ring[128], "latency_ms": 1e3 * theory.ring_s(0, 128, 8, *LINKS)}
+plots.comparison_table(expected, yours=mine, tolerance=0.05, column="by the rule")
 
 # %% [markdown]
-# *On 128 hosts a gather takes seven times as long, and most of that is latency.* The bytes take a quarter longer, 1.0
-# ms in place of 0.8: eight cards of 50 GB/s are nearly as fast as the NVLinks of a GPU with their 450. It is the
-# thousand hops that cost. These latencies are those with which NCCL itself reckons, for its protocol Simple (its file
-# `src/graph/tuning.cc`). For its protocol LL128 it has 1.9 and 4.0 µs in place of 3.4 and 14, 92 % of the bytes per
-# second, and 14 µs for the call in place of 8.4. (A protocol is how data go from one GPU to the next: in large pieces
-# with a signal for each, or in lines of 128 bytes that bring their own. `NCCL_DEBUG=INFO` with
-# `NCCL_DEBUG_SUBSYS=TUNING` shows what NCCL takes.) So this gather may well be quicker. Section 8 asks how much hangs
-# on that. (The reckoned times have 8.4 µs more, for the call.)
+# *By this rule a gather on 128 hosts takes sixteen times as long, and most of that is latency.* It is the thousand hops
+# that cost, not the bytes. NCCL knows that. It has three **protocols**, ways in which data go from one GPU to the next:
+# Simple sends large pieces with a signal for each, and LL and LL128 send short lines that bring their own signal. Those
+# have a shorter latency and fewer bytes per second. NCCL takes what it estimates to be quickest, and so does labkit.
+# It also counts the call and a pass over memory, which the rule leaves out. So what does a gather take?
+
+
+# %%
+def gather_ms(total_bytes: float, hosts: int) -> float:
+    """Milliseconds of an all-gather over hosts of 8, with the quickest of NCCL's protocols."""
+    return 1e3 * collective_s("all_gather", total_bytes / (8 * hosts), Group(8 * hosts, hosts), GPUS)
+
+
+whole = {hosts: gather_ms(BLOCK_BYTES, hosts) for hosts in (1, 128)}
+pandas.DataFrame({"by the rule, ms": ring, "quickest protocol, ms": whole}).rename_axis("hosts").round(2)
+
+# %% [markdown]
+# *With the quickest protocol, 128 hosts take four times as long as one, and the text-book ring more than twice that.* On
+# one host the rule is a little too fast. `NCCL_DEBUG=INFO` with `NCCL_DEBUG_SUBSYS=TUNING` shows what NCCL takes.
 
 # %% tags=["claim"]
-claim("a gather takes seven times as long", 6.5 < whole[128] / whole[1] < 7.5)
-claim("most of that is latency", expected["latency_ms"] > 0.5 * whole[128])
+claim("a gather takes sixteen times as long", 15 < ring[128] / ring[1] < 17)
+claim("most of that is latency", expected["latency_ms"] > 0.5 * ring[128])
+claim("with the quickest protocol 128 hosts take four times as long", 4 < whole[128] / whole[1] < 4.5)
+claim("the ring takes more than twice that", ring[128] > 2 * whole[128] and ring[1] < whole[1])
 
 # %% [markdown]
 # ## 6. Two streams
 #
-# **core, 22 minutes**
+# **core, {minutes} minutes**
 #
 # A step is not the sum of its parts. While a block computes, the next one is gathered. A GPU has **streams** for that:
 # each does its tasks in order, and two streams run beside each other.
@@ -580,7 +593,7 @@ claim("most of that is latency", expected["latency_ms"] > 0.5 * whole[128])
 # is gathered, and the unit before it has computed. (FSDP1 limits its gathers so. FSDP2 may begin a gather when the unit
 # before the last begins to compute, so it has a little more room. labkit reckons with the rule.)
 #
-# ### Exercise 3: when does the forward pass end? (•••, 15 minutes)
+# ### Exercise 3: when does the forward pass end? (•••, {minutes} minutes)
 #
 # `gathers_s` and `computes_s` are the seconds of each unit, in order. Return when the last unit has computed. Unit 0 is
 # gathered at time 0.
@@ -615,20 +628,20 @@ verdict
 
 # %% [markdown]
 # Now look at a whole step. With `hardware=` a simulation reckons its time as well: each operator by roofline, each
-# collective by its ring (an all-reduce by a tree where that is quicker), on streams. Here are the first 8 blocks of the
+# collective by the quickest algorithm and protocol, on streams. Here are the first 8 blocks of the
 # model, so that one can tell them apart, on one host and on 128. One block computes for 2.7 ms in the forward pass. The
 # first unit is the root: the embedding, the last norm and the output layer, gathered together. It has 262 million
 # parameters, which are 524 MB, and it hardly computes before block 0 does.
 #
-# When has the last block computed, in ms? Let your functions say it: `ring_s` for the gathers, `forward_s` for the
+# When has the last block computed, in ms? Let your functions say it: `gather_ms` for the gathers, `forward_s` for the
 # pass.
 
 # %% tags=["commit"]
 mine = commit(one_host_ms=None, many_hosts_ms=None)
 ### BEGIN SOLUTION
 mine = commit(
-    one_host_ms=lambda: forward_s([1e3 * ring_s(524e6 / 8, 1, 8, *LINKS)] + [whole[1]] * 8, [0] + [2.7] * 8),
-    many_hosts_ms=lambda: forward_s([1e3 * ring_s(524e6 / 1024, 128, 8, *LINKS)] + [whole[128]] * 8, [0] + [2.7] * 8),
+    one_host_ms=lambda: forward_s([gather_ms(524e6, 1)] + [whole[1]] * 8, [0] + [2.7] * 8),
+    many_hosts_ms=lambda: forward_s([gather_ms(524e6, 128)] + [whole[128]] * 8, [0] + [2.7] * 8),
 )
 ### END SOLUTION
 
@@ -646,7 +659,7 @@ _ = plots.timeline(eight[128], ranks=[0])
 
 # %% [markdown]
 # *On one host, gathers hide behind the block that computes.* On 128 hosts a block waits for its gather, time and again:
-# *nearly half of the step is spent waiting*. (The first three gathers are those of the root, 0 and 1. The thin bars
+# *two fifths of the step is spent waiting*. (The first three gathers are those of the root, 0 and 1. The thin bars
 # between the passes are the output layer and the loss.) In the backward pass a block computes for about three times as
 # long, since it is computed again first, but there is a reduce-scatter to be done as well. It queues with the gathers:
 # labkit gives both one stream.
@@ -678,7 +691,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "by the rule"
 
 # %% tags=["claim"]
 waiting = eight[128].value("reckoned_exposed_s") / eight[128].value("reckoned_step_s")
-claim("nearly half of the step is spent waiting", 0.4 < waiting < 0.5, where=TOLD)
+claim("two fifths of the step is spent waiting", 0.35 < waiting < 0.45, where=TOLD)
 hidden = eight[1].value("reckoned_exposed_s") / eight[1].value("reckoned_step_s")
 claim("on one host, gathers hide", hidden < 0.1, where=TOLD)
 near = [abs(theory.forward_s(gathers, computes) / last - 1) for gathers, computes, last in last_block.values()]
@@ -687,13 +700,13 @@ claim("they agree to within one percent", max(near) < 0.01)
 # %% [markdown]
 # ## 7. Which mesh
 #
-# **core, 12 minutes**
+# **core, {minutes} minutes**
 #
 # 1024 GPUs can share a model in many ways. The program of this lab has a mesh of three axes, in this order: `replicate`
 # from group to group (HSDP), `data` for shards, `tp` for matrices that neighbours share. Ranks fill host after host.
 # The ranks of a group along an axis are a **stride** apart: the product of the axes behind it.
 #
-# ### Exercise 4: which groups cross hosts? (••, 8 minutes)
+# ### Exercise 4: which groups cross hosts? (••, {minutes} minutes)
 #
 # The first group along an axis is rank 0, `stride`, `2 * stride` and so on, `size` ranks in all. Each host has `nproc`.
 # Return on how many hosts these ranks are.
@@ -720,7 +733,7 @@ verdict
 # Three ways to use 1024 GPUs: FSDP over all of them; HSDP, which shards over the 8 of a host and replicates over 128
 # hosts; FSDP × TP, in which the 8 of a host share every matrix. A step takes 1024 sequences in each: under FSDP × TP
 # the 8 GPUs of a host take 8 sequences together. (The model has its first 8 blocks again.) Which has the shortest step?
-# FSDP over all took 170 ms in the last figure, and on one host 96. HSDP gathers as on one host, and its all-reduces can
+# FSDP over all took 146 ms in the last figure, and on one host 98. HSDP gathers as on one host, and its all-reduces can
 # hide behind the backward pass. Under tensor parallelism a block has two all-reduces of 8 · 2048 · 4096 numbers of 2
 # bytes in each pass, and one more where it is computed again (each as long as two all-gathers), nothing computes
 # meanwhile, and what is not cut is computed for 8 sequences on every GPU. It is a guess.
@@ -742,7 +755,8 @@ shards
 matrices
 
 # %% [markdown]
-# A row for each combination, the fastest first. `batch` is of the ranks that share matrices, together. *exposed* is the
+# A row for each combination, the fastest first. *At least* and *at most* say how far the step may be off, by what the
+# model missed where it was held against measurements. No network of H100s was, so the ranges are wide. `batch` is of the ranks that share matrices, together. *exposed* is the
 # time in which messages are under way and nothing computes. MFU, model FLOPs utilisation, is the share of the GPU's
 # peak that the model's own arithmetic makes use of. Then come the memory that is left of the GPU's, in GiB (1 GiB is
 # 1.07 GB), and where in the step the peak is. In the second table, `seq=True` cuts the sequence as well where tensor
@@ -770,28 +784,28 @@ parts_s = {
 _ = simulate_plots.step_time_parts(parts_s, note=GPUS.device)
 
 # %% [markdown]
-# *With these latencies HSDP is the fastest.* Its gathers stay inside a host. Between hosts, an all-reduce adds up the
+# *With this latency HSDP is the fastest.* Its gathers stay inside a host. Between hosts, an all-reduce adds up the
 # gradients' shards while the backward pass goes on. The price is memory: a rank holds an eighth of the state, and not a
 # thousandth. (For the whole model, leave out `layers`. That takes a minute. The state grows with the blocks, and so
 # does the price.)
 #
 # *Tensor parallelism alone computes for longer than FSDP*: what is not cut, such as norms, all 8 GPUs of a host do for
 # all 8 sequences. (Norms are several operators here, as eager programs write them. Fused, they cost a fraction.) *With
-# the sequence cut, it does not, and with these latencies it is faster than FSDP.* Its messages inside a host are on the
+# the sequence cut, it does not, and it takes as long as FSDP, to a tenth.* Its messages inside a host are on the
 # path of the arithmetic: nothing can be computed until the sum is there. It pays where each GPU has one sequence
 # already and the step may have no more of them, or where activations do not fit.
 
 # %% tags=["claim"]
 totals = {name: sum(parts.values()) for name, parts in parts_s.items()}
 claim(
-    "with these latencies HSDP is the fastest",
+    "with this latency HSDP is the fastest",
     min(totals, key=totals.get) == "HSDP" and shards.best["hybrid"] == 8,
     where=TOLD,
 )
 longer, as_long = parts_s["FSDP × TP"]["compute"], parts_s["FSDP × TP, seq"]["compute"]
 claim("tensor parallelism alone computes for longer than FSDP", longer > 1.3 * parts_s["FSDP"]["compute"], where=TOLD)
 claim("with the sequence cut, it does not", as_long < 1.1 * parts_s["FSDP"]["compute"], where=TOLD)
-claim("and with these latencies it is faster than FSDP", totals["FSDP × TP, seq"] < totals["FSDP"], where=TOLD)
+claim("it takes as long as FSDP", 0.9 < totals["FSDP × TP, seq"] / totals["FSDP"] < 1.1, where=TOLD)
 
 # %% [markdown]
 # Which link does each wait for? Here are the messages of a rank, by axis: on how many hosts the group is, by your
@@ -816,8 +830,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=columns).round(2)
 # under FSDP goes to a neighbour on its own host: only where a ring crosses does it leave. *So nearly the same bytes
 # leave a host, for each GPU.* What differs is how many hops are in a row: 1023 for each gather of FSDP. An all-reduce
 # may go through a tree instead of a ring, which has few hops. NCCL and labkit take the tree where it is quicker, as
-# here. (NCCL has further ways, such as sums inside the switches of a host, NVLS, which shorten the messages of tensor
-# parallelism. labkit leaves them out.)
+# here. On one full host the switches may also add (NVLS), which shortens the messages of tensor parallelism.
 #
 # `labkit.plan` takes every combination of the lists that it is given, and simulates each. Where a program refuses a
 # combination, that is a row, too, with the program's own words. Of a deep model it simulates a few blocks, as you did
@@ -832,7 +845,7 @@ leaving = [rows[key][6] for key in (("FSDP", "data"), ("HSDP", "replicate"))]
 claim("nearly the same bytes leave a host", abs(leaving[1] / leaving[0] - 1) < 0.05, where=TOLD)
 
 # %% [markdown]
-# ### Ask a larger plan (optional, 5 minutes)
+# ### Ask a larger plan (optional, {minutes} minutes)
 #
 # Here is one that was made before: Llama 2 7B whole, with sequences of 4096 tokens, on 16 and on 64 GPUs of four kinds.
 # 42 ways to train were simulated: two worlds, by `tp`, `hybrid` and checkpointing. *Selective* checkpointing keeps what
@@ -867,7 +880,7 @@ claim("on 16 GPUs nothing fits in 16 GiB", few.empty)
 # %% [markdown]
 # ## 8. From 8 GPUs to 1024
 #
-# **core, 12 minutes**
+# **core, {minutes} minutes**
 #
 # Two questions hide in the word *scaling*. **Weak**: each GPU keeps its batch, so more GPUs train on more samples in a
 # step. **Strong**: the step keeps its samples, and each GPU gets fewer. Here 1024 sequences a step: 16 for each of 64
@@ -893,7 +906,7 @@ claim("it gives the simulated step to within five percent", all(abs(ratio - 1) <
 # Weak scaling from one host on. Strong from 64 GPUs on, with 16 sequences each at first:
 
 # %%
-NOTE = f"{GPUS.device}, protocol Simple"
+NOTE = f"{GPUS.device}, latency of the network guessed"
 one_host_on = [8 << doubling for doubling in range(12) if 8 << doubling <= RANKS]
 sizes = [size for size in one_host_on if 16 * size >= RANKS]
 weak = {n: TrainingSetup(LLAMA_2_7B, 1, SEQUENCE, n, "full").estimate_step(GPUS) for n in one_host_on}
@@ -917,7 +930,7 @@ mine = commit(weak_percent=80, strong_percent=80)
 ### END SOLUTION
 
 # %% [markdown]
-# ### Exercise 5: what one GPU does (•, 4 minutes)
+# ### Exercise 5: what one GPU does (•, {minutes} minutes)
 #
 # Return for each size the throughput of one rank, as a part of that at the first size. `tokens_per_s` is of all ranks
 # together.
@@ -955,9 +968,9 @@ percents = {"weak_percent": 100 * ends[0], "strong_percent": 100 * ends[1]}
 plots.comparison_table(percents, yours=mine, tolerance=0.1, column="reckoned")
 
 # %% [markdown]
-# *At 1024 GPUs each does about half of what it does at first, by this model.* (The last points of both lines are the
+# *At 1024 GPUs each does three fifths to two thirds of what it does at first, by this model.* (The last points of both lines are the
 # same step. Their percentages differ because the first points do. Some points are above 100 %: each GPU's share of
-# Adam's update shrinks.) The first figure had the same numbers: on its axes a loss of a half is a small bend. When you
+# Adam's update shrinks.) The first figure had the same numbers: on its axes a loss of two fifths is a small bend. When you
 # see such a figure, ask for the throughput of one GPU, on an axis that begins at 0.
 #
 # Where does the time go?
@@ -969,7 +982,7 @@ _ = simulate_plots.step_time_parts(waits, note=NOTE)
 # %% [markdown]
 # *The arithmetic is the same to within five percent; up to 256 GPUs messages hide behind it, and at 1024 they do not.*
 # Each GPU computes for as long as before, and waits for gathers that take longer and longer. In this model it is the
-# latency of the ring (section 5) that shows. How sure is that? Change what it rests on, and look again at the part that
+# latency between hosts (section 5) that shows. How sure is that? Change what it rests on, and look again at the part that
 # is left at 1024 GPUs:
 
 
@@ -982,66 +995,69 @@ def kept_part(gpus: Hardware, batch: int = 1) -> float:
     return many / few
 
 
-def slower(link: AlphaBeta, alpha_s: float) -> AlphaBeta:
-    """NCCL's protocol LL128: another latency of a hop, and 92 % of the bytes per second."""
-    return AlphaBeta(alpha_s, link.beta_s_per_byte / 0.92)
+def with_latency(latency_us: float) -> Hardware:
+    """The same hosts with another latency of a step between them."""
+    return replace(GPUS, between=replace(GPUS.between, alpha_s=1e-6 * latency_us))
 
 
-def at_80(link: AlphaBeta) -> AlphaBeta:
-    """The same latency, and 80 % of the bytes per second."""
-    return replace(link, beta_s_per_byte=link.beta_s_per_byte / 0.8)
-
-
-LL128 = replace(GPUS, inside=slower(GPUS.inside, 1.9e-6), between=slower(GPUS.between, 4e-6), call_s=14e-6)
+QUICK, SLOW = with_latency(14), with_latency(434)
 changed = {
     "as above": kept_part(GPUS),
-    "NCCL's protocol LL128": kept_part(LL128),
+    "14 µs between hosts, NCCL's constant": kept_part(QUICK),
+    "434 µs, as fitted to four hosts of B200": kept_part(SLOW),
     "4096 tokens a GPU, not 2048": kept_part(GPUS, batch=2),
-    "links reach 80 % of the sheet": kept_part(replace(GPUS, inside=at_80(GPUS.inside), between=at_80(GPUS.between))),
     "arithmetic reaches 60 % of the peak": kept_part(replace(GPUS, matmul_share=0.6)),
-    "LL128, and arithmetic at 60 %": kept_part(replace(LL128, matmul_share=0.6)),
 }
 pandas.DataFrame({f"left at {RANKS} GPUs": {name: f"{part:.0%}" for name, part in changed.items()}})
 
 # %% [markdown]
-# *With the other protocol, or with twice the tokens, nearly all is left. With faster arithmetic less is.* The table has
-# NCCL's latencies for its protocol Simple. By the same formula LL128 is quicker here, and where it is enabled, NCCL
-# would choose it; labkit's model does not choose. So the half is pessimistic about the protocol. It is not about the
-# rest: real networks are shared, and faster arithmetic waits more. And 2048 tokens a GPU is staged: it was chosen
-# small, so that the network shows. Whoever plans with such a figure should measure that latency first.
+# *Everything hangs on one latency that was not measured: with NCCL's constant nearly all is left, with the one network
+# that was measured a quarter. With twice the tokens nearly all is left, with faster arithmetic less is.* So the result
+# of this section is not a percentage. It is a range, and the name of the figure that decides. What others publish lies
+# inside it: from 128 to 2048 H100s Fernandez et al. lost 37 percent. And 2048 tokens a GPU is staged: it was chosen
+# small, so that the network shows. Whoever plans with such a figure should measure that latency first, with
+# `all_gather_perf` of nccl-tests.
 #
-# Another hardware needs no other simulation. Here are section 7's steps with LL128, for all messages (NCCL would choose
-# for each):
+# Section 7's steps have such ranges, too:
 
 # %%
-pandas.DataFrame(
-    {"as above, ms": times_ms,
-     "LL128, ms": {name: 1e3 * estimate_rank_step(result, LL128).time.step_s for name, result in ways.items()}}
-).round(1)  # fmt: skip
+ranges_ms = {}
+for name, result in ways.items():
+    estimate = estimate_rank_step(result, GPUS)
+    ranges_ms[name] = [1e3 * value for value in (estimate.low_s, estimate.time.step_s, estimate.high_s)]
+pandas.DataFrame.from_dict(ranges_ms, orient="index", columns=["at least, ms", "step, ms", "at most, ms"]).round(0)
 
 # %% [markdown]
-# *HSDP is still first, but FSDP comes near, less than a tenth apart, and is now faster than both ways with tensor
-# parallelism.* The rest of section 7's order rested on the latencies.
+# *FSDP may be as quick as HSDP, or take more than twice as long.* The ranges overlap, so the model does not tell the two
+# apart. But HSDP has the shorter *at most*, because its gathers stay inside a host. If you cannot measure, take the way
+# that depends least on what you do not know.
 #
-# And the cost? For a trillion tokens at the price above, with the latencies of the table, and with LL128:
+# And the cost? For a trillion tokens at the price above, with the guessed latency and with both others:
 
 # %%
-quick = {n: TrainingSetup(LLAMA_2_7B, 1, SEQUENCE, n, "full").estimate_step(LL128) for n in one_host_on}
-thousands, with_ll128 = (
-    {n: 1e12 / step.tokens_per_s / 3600 * PRICE / 1e3 for n, step in steps.items()} for steps in (weak, quick)
+thousands, if_quick, if_slow = (
+    {
+        n: 1e12
+        / TrainingSetup(LLAMA_2_7B, 1, SEQUENCE, n, "full").estimate_step(gpus).tokens_per_s
+        / 3600
+        * PRICE
+        / 1e3
+        for n in one_host_on
+    }
+    for gpus in (GPUS, QUICK, SLOW)
 )
 days = {n: 1e12 / (n * step.tokens_per_s) / 86400 for n, step in weak.items()}
-columns = {"days": days, "thousand dollars": thousands, "thousand dollars, LL128": with_ll128}
+columns = {"days": days, "thousand dollars": thousands, "at 14 µs": if_quick, "at 434 µs": if_slow}
 pandas.DataFrame(columns).rename_axis("GPUs").round(1)
 
 # %% [markdown]
-# *With the latencies of the table, from 512 to 1024 GPUs it costs more than half as much again, and saves less than a
-# quarter of the days. With LL128 it costs a tenth more.* (No failures are in these days, no saves and no restarts, and
-# the program recomputes all and is not compiled: a tuned one costs less. With more GPUs a step has more samples here.
-# Whether the model then learns as much from each is not a question of speed.)
+# *With the guessed latency, from 512 to 1024 GPUs it costs two fifths more, and saves less than a third of the days. With
+# 14 µs it costs hardly more, and with 434 more than half as much again.* (No failures are in these days, no saves and no
+# restarts, and the program recomputes all and is not compiled: a tuned one costs less. With more GPUs a step has more
+# samples here. Whether the model then learns as much from each is not a question of speed.)
 
 # %% tags=["claim"]
-claim("each does about half", all(0.45 < part < 0.6 for part in ends), where=TOLD)
+claim("each does three fifths to two thirds", all(0.55 < part < 0.7 for part in ends), where=TOLD)
 arithmetic = [step.time.compute_s for step in weak.values()]
 claim("the arithmetic is the same to within five percent", max(arithmetic) < 1.05 * min(arithmetic), where=TOLD)
 claim(
@@ -1050,24 +1066,26 @@ claim(
     where=TOLD,
 )
 claim("at 1024 they do not", weak[RANKS].time.exposed_s > 0.3 * weak[RANKS].time.step_s, where=TOLD)
-nearly = [changed[name] for name in ("NCCL's protocol LL128", "4096 tokens a GPU, not 2048")]
-claim("with the other protocol, or with twice the tokens, nearly all is left", min(nearly) > 0.85, where=TOLD)
-apart = estimate_rank_step(ways["FSDP"], LL128).time.step_s / estimate_rank_step(ways["HSDP"], LL128).time.step_s
-claim("HSDP is still first, but FSDP comes near, less than a tenth apart", 1 < apart < 1.1, where=TOLD)
-by_ll128 = {name: estimate_rank_step(result, LL128).time.step_s for name, result in ways.items()}
-others = [by_ll128[name] for name in ("FSDP × TP", "FSDP × TP, seq")]
-claim("and is now faster than both ways with tensor parallelism", by_ll128["FSDP"] < min(others), where=TOLD)
+kept = list(changed.values())
+claim("with NCCL's constant nearly all is left", kept[1] > 0.95, where=TOLD)
+claim("with the one that was measured a quarter", 0.2 < kept[2] < 0.3, where=TOLD)
+claim("with twice the tokens nearly all is left", kept[3] > 0.95, where=TOLD)
+low, high = (dict(zip(ranges_ms, column, strict=True)) for column in list(zip(*ranges_ms.values(), strict=True))[::2])
+claim("FSDP may be as quick as HSDP", low["FSDP"] < low["HSDP"], where=TOLD)
+claim("or take more than twice as long", high["FSDP"] > 2 * high["HSDP"], where=TOLD)
 claim(
     "with faster arithmetic less is", changed["arithmetic reaches 60 % of the peak"] < changed["as above"], where=TOLD
 )
-claim("it costs more than half as much again", thousands[RANKS] > 1.5 * thousands[RANKS // 2], where=TOLD)
-claim("with LL128 it costs a tenth more", with_ll128[RANKS] < 1.15 * with_ll128[RANKS // 2], where=TOLD)
-claim("and saves less than a quarter of the days", days[RANKS] > 0.75 * days[RANKS // 2], where=TOLD)
+dearer = [dollars[RANKS] / dollars[RANKS // 2] for dollars in (thousands, if_quick, if_slow)]
+claim("it costs two fifths more", 1.35 < dearer[0] < 1.45, where=TOLD)
+claim("and saves less than a third of the days", days[RANKS] > 0.67 * days[RANKS // 2], where=TOLD)
+claim("with 14 µs it costs hardly more", dearer[1] < 1.05, where=TOLD)
+claim("and with 434 more than half as much again", dearer[2] > 1.5, where=TOLD)
 
 # %% [markdown]
 # ## 9. Is it true?
 #
-# **core, 6 minutes, and 5 optional ones for your own machine**
+# **core, {minutes} minutes**
 #
 # Bytes were held against real ranks on CPUs in section 3. What about seconds, and GPUs? There are two ways to check.
 #
@@ -1116,11 +1134,7 @@ def worst_with(factor: float) -> float:
     off_by = []
     for row in (*H100_RESULTS[1:], *A100_RESULTS[1:]):
         gpus = get_hardware(row.hosts)
-        slow = {
-            name: AlphaBeta(factor * link.alpha_s, factor * link.beta_s_per_byte)
-            for name, link in (("inside", gpus.inside), ("between", gpus.between))
-        }
-        ratio = row.training.estimate_step(replace(gpus, **slow)).tokens_per_s / row.tokens_per_s
+        ratio = row.training.estimate_step(gpus.with_links(gpus.links.slower(factor))).tokens_per_s / row.tokens_per_s
         off_by.append(max(ratio, 1 / ratio))
     return max(off_by)
 
@@ -1129,11 +1143,32 @@ networks = {"as it is": worst_with(1.0), "four times slower": worst_with(4.0), "
 pandas.DataFrame({"worst factor": networks}).round(3)
 
 # %% [markdown]
-# *It makes no difference: all stay within six percent.* By this model messages hide behind arithmetic in all these
+# *It makes little difference: all stay within eight percent.* By this model messages hide behind arithmetic in all these
 # rows. So they hold its arithmetic, and say nothing of its network. (Nor are they eight separate tests: three are the
 # H100 row that was fitted, compiled or on more GPUs.) What they could show of it is not met: from 8 to 128 H100s the
-# measured speed falls by 2 to 3 percent, and *the model sees none of that*. Others have measured where the network
-# shows, on up to 2048 GPUs (Fernandez et al., below); the model has not been held against them yet.
+# measured speed falls by 2 to 3 percent, and *the model sees none of that*.
+#
+# Here are rows that do see a network, of two other teams: with tensor parallelism on 64 A100s and on 256 H100s. The first
+# row of the A100s set their share again. How many are within a factor of 1.25, and with a network four times slower?
+
+# %%
+from labkit_simulate.theory.reference_results import NANOTRON_RESULTS, VTRAIN_RESULTS
+
+seen = [row for row in (*VTRAIN_RESULTS[1:], *NANOTRON_RESULTS) if row.setup.tensor > 1]
+
+
+def count_within(factor: float) -> int:
+    """How many of these rows are met within 1.25 with links that take so many times as long."""
+    steps = [row.setup.estimate_step(row.hosts.with_links(row.hosts.links.slower(factor))) for row in seen]
+    return sum(0.8 <= step.step_s / row.step_s <= 1.25 for step, row in zip(steps, seen, strict=True))
+
+
+met = {"as it is": count_within(1.0), "four times slower": count_within(4.0)}
+pandas.DataFrame({f"of {len(seen)} within 1.25": met})
+
+# %% [markdown]
+# *Four in five of these rows are met, and with the wrong network at most two in five.* So these rows would have told a
+# wrong network. Those that are missed have tiny batches, whose GPUs wait for Python, or one that hardly fits.
 #
 # (The rows are those of torchtitan's pages with FSDP in bfloat16, and checkpointing none, full, or selective by
 # operator. Assumed are 8192 tokens for the H100s, and 200 Gb/s a GPU for the A100s, since the pages do not state them.
@@ -1201,7 +1236,9 @@ _ = simulate_plots.estimate_accuracy(
 
 # %% tags=["claim"]
 claim("all eight are within six percent", len(ratios) == 8 and worst < 1.06)
-claim("it makes no difference", max(networks.values()) < 1.06)
+claim("it makes little difference", max(networks.values()) < 1.08)
+claim("four in five are met", met["as it is"] >= 0.8 * len(seen))
+claim("with the wrong network at most two in five", met["four times slower"] <= 0.4 * len(seen))
 falls = [
     (H100_RESULTS[i].estimate_step().tokens_per_s / H100_RESULTS[i - 2].estimate_step().tokens_per_s) for i in (2, 3)
 ]
@@ -1211,7 +1248,7 @@ claim("the tensors are 5 to 20 percent less", all(0.05 < 1 - tensors / seen < 0.
 # %% [markdown]
 # ## 10. What it cannot know
 #
-# **core, 8 minutes**
+# **core, {minutes} minutes**
 #
 # A simulated tensor has no numbers. A program that asks for one is stopped at the line that asks. This one clips its
 # gradients only if they are large, and needs their norm for that. The cell fails on purpose.
@@ -1267,7 +1304,7 @@ for name in ("peak_parameter_bytes", "peak_total_bytes", "all_reduce_count", "al
 claim("the message names the line", "clips.py:11" in said and "norm() > 1" in said)
 
 # %% [markdown]
-# ### Exercise 6: what can it know? (•, 4 minutes)
+# ### Exercise 6: what can it know? (•, {minutes} minutes)
 #
 # Return whether a simulation can answer the question: one of "peak memory of a rank", "bytes sent between hosts",
 # "number of all-gathers in a step", "loss after 100 steps", "whether gradients overflow in float16", "which rank is

@@ -13,7 +13,7 @@
 # - tell three kinds of silently wrong numbers apart, and rounding from a fault.
 #
 # You need lab 0: rank, collective, deadlock, data-parallel training. You need no GPU. The sections marked **core** take
-# about 100 minutes. The others are optional. Exercises have dots for their difficulty: •, •• or •••. Many cells fail on
+# about {core_minutes} minutes. The others are optional. Exercises have dots for their difficulty: •, •• or •••. Many cells fail on
 # purpose; the text says so before each. Where a cell says `commit`, put down your own numbers before you run. Leave
 # None where you have none.
 
@@ -63,7 +63,7 @@ def given(answer: object) -> object:
 # %% [markdown]
 # ## 1. Why
 #
-# **core, 5 minutes**
+# **core, {minutes} minutes**
 #
 # Llama 3 with 405 billion parameters was trained on 16,384 GPUs. In 54 days of it, the training had 419 unplanned
 # interruptions (Llama Team 2024, table 5). In data-parallel training all ranks wait for each other in every step. So
@@ -90,7 +90,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 #
 # ## 2. The code you would write
 #
-# **core, 5 minutes**
+# **core, {minutes} minutes**
 #
 # A script can be written so that it tells you what went wrong. This one has five such lines, each with a comment that
 # begins with a number. The sections below show what each of them is for, and section 11 what they cost.
@@ -142,7 +142,7 @@ main()
 #
 # ## 3. A rank that raises, a rank that dies
 #
-# **core, 10 minutes**
+# **core, {minutes} minutes**
 #
 # The first is the friendliest failure: rank 2 raises an exception. The others wait for it in an all-reduce. The next
 # cell fails on purpose. `--name` keeps the failure for the cells below.
@@ -272,7 +272,7 @@ dist.all_reduce(torch.ones(1))
 claim("the stack names the line of the cell", crashed.exc_type == "SIGSEGV" and '"<cell>", line 6' in crashed.traceback)
 
 # %% [markdown]
-# ### Exercise 1: who began it? (•, 5 minutes)
+# ### Exercise 1: who began it? (•, {minutes} minutes)
 #
 # `ends` is what `ends_of` gives: of each rank its `rank`, `status`, `time` and `error`. Return the rank that failed
 # first by itself. Whoever ended well (status 0), was ended by torchrun (-15), or only lost a connection did not begin
@@ -314,7 +314,7 @@ pandas.DataFrame(
 # %% [markdown]
 # ## 4. A rank that does not come
 #
-# **core, 10 minutes**
+# **core, {minutes} minutes**
 #
 # Ranks can disagree about *how many* collectives there are. Here rank 3 has one batch less than the others. It leaves
 # the loop and goes on to something else. The others wait for it. The next cell hangs on purpose, and is stopped after 3
@@ -375,7 +375,7 @@ time.sleep(60)
 claim("the barrier names rank 3", "Ranks 3 failed to pass monitoredBarrier" in missing.message)
 
 # %% [markdown]
-# ### Exercise 2: take as many steps as all can (•, 5 minutes)
+# ### Exercise 2: take as many steps as all can (•, {minutes} minutes)
 #
 # The repair is to agree beforehand. `batches` is how many batches this rank has. Return the number of steps that every
 # rank can take. Your function runs on four real ranks.
@@ -411,7 +411,7 @@ checks.steps_in_common(steps_in_common)
 #
 # ## 5. Ranks that disagree about a call
 #
-# **core, 8 minutes**
+# **core, {minutes} minutes**
 #
 # All ranks come, but to different calls. Three cases, on two ranks: another collective, another shape, and another
 # order of two tensors with equal shapes.
@@ -529,12 +529,12 @@ plots.comparison_table({"a_on_rank_0": disagreed.ranks[0].reported["a"]}, {"a_on
 #
 # ## 6. Build it: a flight recorder
 #
-# **core, 24 minutes**
+# **core, {minutes} minutes**
 #
 # DETAIL costs time in every collective (section 11). A recorder costs hardly any: each rank keeps a list of its calls.
 # When the run hangs, the lists are compared. You write both parts.
 #
-# ### Exercise 3: where do they part? (••, 8 minutes)
+# ### Exercise 3: where do they part? (••, {minutes} minutes)
 #
 # `logs` holds of each rank its calls in order, each a tuple such as `("all_reduce", (8, 8))`. Return the first place at
 # which not all ranks made the same call, and a list of those that differ from what most did: `(1, [2])`. A rank whose
@@ -572,7 +572,7 @@ parted = checks.where_they_part(where_they_part)
 parted
 
 # %% [markdown]
-# ### Exercise 4: record every call (•••, 12 minutes)
+# ### Exercise 4: record every call (•••, {minutes} minutes)
 #
 # Return a function that does what `collective` does, and leaves a trace in the list `log`. Its first argument is a
 # tensor. An entry is a dict: `call`, the collective's name (`collective.__name__`); `shape`, the tensor's as a tuple;
@@ -752,7 +752,7 @@ print(right.verdict_text)
 # %% [markdown]
 # ## 7. A rank that is slow
 #
-# **optional, 15 minutes**
+# **optional, {minutes} minutes**
 #
 # A **straggler** is a rank that needs longer than the others. All ranks then take equally long for a step: the others
 # wait. So the time of a step does not tell who it is, and neither does a look at how busy they are.
@@ -834,7 +834,7 @@ claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
 # %% [markdown]
-# ### Exercise 5: deal the work (••, 8 minutes)
+# ### Exercise 5: deal the work (••, {minutes} minutes)
 #
 # Return a list of indices for each rank, so that every sample has one rank, and all ranks have about as much to do. The
 # rank with most may have 5 % more than the best that is known.
@@ -916,7 +916,7 @@ plots.comparison_table(steps_ms, by_theory, yours=mine, tolerance=0.15)
 #
 # ## 8. Out of memory
 #
-# **optional, 15 minutes**
+# **optional, {minutes} minutes**
 #
 # Memory runs out on one rank first: the one with the longest batch. On a GPU that is `torch.OutOfMemoryError`, with the
 # sizes in its text. On a CPU Linux kills the process (section 3). labkit can set a cap on Linux, so that asking for
@@ -996,7 +996,7 @@ for parameter in model.parameters():
 claim("rank 1 alone went over its cap", (full.rank, full.exc_type) == (1, "MemoryCapExceeded"))
 
 # %% [markdown]
-# ### Exercise 6: a batch in pieces (••, 8 minutes)
+# ### Exercise 6: a batch in pieces (••, {minutes} minutes)
 #
 # Leave in every parameter's `.grad` the gradient of the mean squared error over the whole batch. But never hold the
 # activations of more than one piece. `tensor_split(pieces)` cuts a batch into pieces whose lengths may differ by one.
@@ -1052,7 +1052,7 @@ claim("the same batch fits below the same cap", isinstance(fitted, labkit.RunRes
 # %% [markdown]
 # ## 9. Wrong numbers, and no error
 #
-# **core, 20 minutes**
+# **core, {minutes} minutes**
 #
 # The worst failures end well. Here four programs train the same network on RANKS ranks. One is right. The others have one
 # fault each:
@@ -1201,7 +1201,7 @@ plots.comparison_table({"factor": scaling}, {"factor": RANKS}, yours=mine, toler
 # One warning for question 2: Adam divides each gradient by its own running size. So a factor in all gradients hardly
 # changes its steps, and no curve shows it. Compare gradients, not losses.
 #
-# ### Exercise 7: three faults (••, 10 minutes)
+# ### Exercise 7: three faults (••, {minutes} minutes)
 #
 # This function holds all three at once. Write it anew, right. The last layer shall begin with a weight of zeros. Two
 # ranks must end with the weights of one device that sees all samples.
@@ -1251,7 +1251,7 @@ def mended(model: nn.Sequential, batches: list[tuple[torch.Tensor, torch.Tensor]
 checks.mended(mended)
 
 # %% [markdown]
-# ### Break it (5 minutes)
+# ### Break it ({minutes} minutes)
 #
 # A parity check asks question 2 for you. Break the averaging of section 6 in one way: leave the division out, reduce
 # only gradients with two dimensions, or average only half of each. Then see what parity says.
@@ -1273,7 +1273,7 @@ print(wrong.verdict_text)
 # %% [markdown]
 # ## 10. A run that differs from yesterday's
 #
-# **optional, 20 minutes**
+# **optional, {minutes} minutes**
 #
 # Two runs of the same program give different losses. Is something wrong? Three causes are usual.
 #
@@ -1385,7 +1385,7 @@ rows = [["–" if mine[name] is None else f"{mine[name]:.0e}", f"{value:.0e}"] f
 pandas.DataFrame(rows, index=list(rounded), columns=["yours", "measured"])
 
 # %% [markdown]
-# ### Exercise 8: rounding or a fault? (•, 5 minutes)
+# ### Exercise 8: rounding or a fault? (•, {minutes} minutes)
 #
 # Size alone does not tell: rounding can grow over many steps, and a fault can be small. Repeating in float64 does.
 # `apart32` is a difference in float32, `apart64` the same in float64. Return True if it is rounding alone: in float64
@@ -1414,7 +1414,7 @@ said = [given(rounding_alone(ends[f"{case}, float32"], ends[f"{case}, float64"])
 pandas.DataFrame({"rounding alone?": said}, index=list(cases))
 
 # %% [markdown]
-# ### Exercise 9: the same samples tomorrow (••, 8 minutes)
+# ### Exercise 9: the same samples tomorrow (••, {minutes} minutes)
 #
 # Return the indices of the samples that rank `rank` takes in an epoch, a list of `count / ranks`. All ranks together
 # take each of `count` samples once. The order is shuffled, anew in each epoch, and tomorrow it is the same: whatever
@@ -1450,7 +1450,7 @@ checks.my_indices(my_indices)
 #
 # ## 11. What the aids cost, and when they pay
 #
-# **core, 6 minutes**
+# **core, {minutes} minutes**
 #
 # Why not always switch on everything? Take a step that reduces 8 gradients of 64 × 64 (DIM × DIM) numbers. Messages of
 # this size cost mostly their latency, the same for each (lab 0). Before every collective, DETAIL lets all ranks meet in a
@@ -1588,7 +1588,7 @@ print(f"yours: {'–' if mine['part'] is None else format(mine['part'], '.1%')};
 #
 # ## 12. What to look at first
 #
-# **core, 4 minutes**
+# **core, {minutes} minutes**
 #
 # Begin with what you see. All but one of these were provoked in this lab (the abort with status -6 was only told), and
 # the course's own tests provoke them again. With NCCL much looks different (not measured here). A collective returns at
@@ -1617,7 +1617,7 @@ print(f"yours: {'–' if mine['part'] is None else format(mine['part'], '.1%')};
 #
 # ## 13. Leave with
 #
-# **core, 5 minutes**
+# **core, {minutes} minutes**
 
 # %% tags=["summary"]
 tools = {

@@ -15,7 +15,7 @@
 # - read the script of a cluster's job line by line.
 #
 # You need labs 0 and 2: collectives, FSDP, HSDP. You need no cluster: the hosts of this lab are staged on this machine,
-# and the next section says how. The sections marked **core** take about 90 minutes. Exercises have dots for their
+# and the next section says how. The sections marked **core** take about {core_minutes} minutes. Exercises have dots for their
 # difficulty: •, •• or •••. Where a cell says `commit`, put down your own numbers before you run. Leave None where you
 # have none. Sentences in italics are checked by a cell with claims.
 
@@ -78,7 +78,7 @@ hosts
 # %% [markdown]
 # ## 1. Why
 #
-# **core, 5 minutes**
+# **core, {minutes} minutes**
 #
 # Inside a host with eight H100 GPUs, NVLink carries up to 450 GB/s from each GPU. Between hosts, a network card carries
 # 400 Gb/s, which is 50 GB/s (both from NVIDIA's data sheets; each in one direction). Some hosts have one such card. The
@@ -109,7 +109,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 #
 # ## 2. The code you would write
 #
-# **core, 10 minutes**
+# **core, {minutes} minutes**
 #
 # The program of a run on many hosts is the program that you know. It must not care how many there are (here, any number
 # of ranks that divides the 16 samples of a step), and it must be able to go on after a loss. This one does both. It
@@ -171,7 +171,7 @@ dist.destroy_process_group()
 # `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` comes first, as in lab 0.
 
 # %% tags=["claim"]
-said = [rank.log() for rank in by_hand.ranks]  # noqa: F821 (the cell above gave it this name)
+said = [rank.log() for rank in by_hand.ranks]
 claim("each of the four ranks trained steps 0 to 2", all("trained steps 0 to 2" in text for text in said))
 saves = sorted(path.parent.name for path in (place / "by_hand").glob("step_*/.metadata"))
 claim("every step is saved whole", saves == [f"step_{step:08d}" for step in (1, 2, 3)])
@@ -183,7 +183,7 @@ claim("every step is saved whole", saves == [f"step_{step:08d}" for step in (1, 
 #
 # ## 3. Rendezvous: how hosts find each other
 #
-# **core, 15 minutes**
+# **core, {minutes} minutes**
 #
 # torchrun is started once on each host. All of them are given the same **endpoint**, a name and a port of the first
 # host, here of alpha. There they meet; that is the **rendezvous**. Each then starts its ranks, and tells them through
@@ -206,7 +206,7 @@ mine = commit(host_of_11=1, local_of_11=3, local_of_20=4)
 ### END SOLUTION
 
 # %% [markdown]
-# ### Exercise 1: who is where (•, 3 minutes)
+# ### Exercise 1: who is where (•, {minutes} minutes)
 #
 # Return the index of a rank's host, and its local rank there.
 #
@@ -338,7 +338,7 @@ claim("in less than 15 seconds", told_after_s < 15)
 # %% [markdown]
 # ## 4. What leaves a host
 #
-# **core, 25 minutes**
+# **core, {minutes} minutes**
 #
 # FSDP over all ranks gathers every unit from all hosts. **HSDP** (lab 2) shards inside a host and replicates from host
 # to host: gathers stay inside, and only the gradients' shards are added up across. Each host then holds a whole copy.
@@ -350,7 +350,7 @@ claim("in less than 15 seconds", told_after_s < 15)
 # A ring of all ranks in their order leaves each host once: where its last rank sends to the first of the next host. So
 # what leaves a host in a ring is what one rank sends.
 #
-# ### Exercise 2: bytes that leave a host in a step (••, 10 minutes)
+# ### Exercise 2: bytes that leave a host in a step (••, {minutes} minutes)
 #
 # `parameter_bytes` is the size of the model; its gradients are as large. FSDP over all ranks gathers every unit twice
 # and reduce-scatters it once. Under HSDP (`hybrid`), each of a host's ranks has a shard of 1/nproc, and is in a ring of
@@ -557,7 +557,7 @@ claim(
 # %% [markdown]
 # ## 5. A host is lost
 #
-# **core, 15 minutes**
+# **core, {minutes} minutes**
 #
 # While Llama 3 was trained, on 16,384 GPUs, something failed every three hours. What happens to such a run? All ranks
 # wait for the lost ones in the next collective. Nothing that was in the memory of the lost ones comes back. So a run
@@ -598,7 +598,7 @@ killed = labkit.load(history.find_runs(program="fsdp_matrix", limit=1)[0].folder
 # *The run fails, and the message names beta.* What both hosts had recorded is brought here while they run. Of beta, up
 # to the last fifth of a second may be missing.
 #
-# ### Exercise 3: the newest complete save (••, 8 minutes)
+# ### Exercise 3: the newest complete save (••, {minutes} minutes)
 #
 # Return the folder of the newest checkpoint in `folder` that is complete, or None if there is none. Checkpoints are
 # folders called `step_9`, `step_10` and so on (labkit's have zeros in front; yours need not). A complete one has a file
@@ -753,14 +753,14 @@ claim(
 # %% [markdown]
 # ## 6. How often to save
 #
-# **core, 10 minutes**
+# **core, {minutes} minutes**
 #
 # A save takes time, in which nothing is trained. A failure costs what was trained since the last save: half an interval
 # on average, as long as intervals are short beside the time between failures. So of each hour, `save_s / interval_s`
 # goes into saves, and `interval_s / 2 / between_failures_s` into repeated steps. To notice a failure, to queue and to
 # load takes time as well. That does not depend on the interval, and is left out here.
 #
-# ### Exercise 4: the best interval (•, 5 minutes)
+# ### Exercise 4: the best interval (•, {minutes} minutes)
 #
 # Return the interval in seconds that makes the sum of both smallest. You may solve it on paper.
 #
@@ -806,7 +806,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 #
 # ## 7. What NCCL needs from the network
 #
-# **optional, 5 minutes, nothing to run**
+# **optional, {minutes} minutes**
 #
 # On GPUs the ranks talk through NCCL. What follows is from its documentation and from common practice. It was not tried
 # for this lab, which needs no GPU.
@@ -821,7 +821,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 #
 # ## 8. A job's script, line by line
 #
-# **core, 10 minutes**
+# **core, {minutes} minutes**
 #
 # On a cluster you do not log in to hosts. You hand a script to a scheduler, and it starts your program where and when
 # there is room. This is labkit's script for Slurm. `labkit.submit("fsdp_wrap", cluster="slurm", nodes=2, nproc=4)`

@@ -1,0 +1,583 @@
+# %% [markdown]
+# # Lab 4b. DDP at work
+#
+# This companion of lab 4 has what you meet once DDP trains a model of your own. After it you can
+#
+# - read DDP's complaint about parameters without a gradient, and mend the model;
+# - see whether `no_sync` really sends nothing, and write a communication hook that sends half the bytes;
+# - compute from a data sheet the smallest bucket that hides;
+# - say where `torch.compile` cuts a DDP model, and read a compiled backward pass that contains its all-reduces.
+#
+# You need lab 4. The notebook takes about {core_minutes} minutes, and its parts can be read in any order. Section 6
+# needs a C++ compiler, and the table below says whether there is one.
+
+# %% tags=["nbval-ignore-output"]
+import logging
+
+import pandas
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import labkit
+from labkit import doctor, inductor, plots, widgets
+from labkit.checks import ddp_at_work as checks
+from labkit.checks.claims import claim, commit, prediction_text
+from labkit.config import require
+from labkit.theory import ddp as theory
+from labkit.theory.collectives import AlphaBeta
+
+doctor.show(lab="4b")
+
+# %% tags=["parameters"] small={"DIM": 512, "BUCKET_MB": 1.5, "STEPS": 1} points=[[2,512,1.01,1],[3,700,3.0,5],[4,1500,17.0,10]]
+RANKS: int = 2  # ranks that share the samples
+DIM: int = 1000  # width of the four layers
+BUCKET_MB: float = 5.0  # size at which a bucket is sent, in MiB
+STEPS: int = 5  # timed training steps in each run
+
+# %%
+require("RANKS", RANKS, at_least=2, at_most=4, because="one has nobody to average with, and each compiles for itself")
+require("DIM", DIM, at_least=512, because="a weight has to fill the compiler's first bucket of 1 MiB")
+layer_mb, bias_mb = 4 * DIM * (DIM + 1) / 2**20, 4 * DIM / 2**20
+fills = f"two layers, of {layer_mb:.2f} MiB each with this DIM, fill a bucket, and one does not"
+require("BUCKET_MB", BUCKET_MB, float, above=layer_mb + bias_mb, at_most=2 * layer_mb, because=fills)
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
+
+WIDE = {"nproc": RANKS, "dim": DIM, "bucket_mb": BUCKET_MB, "steps": STEPS}
+ALL_BYTES = 4 * 4 * (DIM * DIM + DIM)
+plain = labkit.run("ddp_compile", mode="ddp", **WIDE)
+
+
+def predict(way: str, **more: bool) -> dict[str, int]:
+    """What theory says of a step of the four layers: all-reduces, and the bytes that a rank hands to them."""
+    buckets = theory.chain_buckets(DIM, BUCKET_MB, way=way, **more)
+    return {"all_reduce_count": len(buckets), "all_reduce_bytes": sum(sum(each.values()) for each in buckets)}
+
+
+# %% [markdown]
+# ## 1. A parameter without a gradient ({minutes} minutes)
+#
+# What if a parameter gets no gradient? Its bucket never fills, and its all-reduce is never asked for. DDP notices in
+# the next forward pass, and by then one step may have been taken with gradients that nobody averaged. The next cell
+# fails on purpose, and shows in red how that looks.
+
+# %% tags=["nbval-ignore-output"]
+# %%torchrun -n 2 --fails
+dist.init_process_group()
+
+
+class Forgetful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+model = torch.nn.parallel.DistributedDataParallel(Forgetful())
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+
+# %% [markdown]
+# `find_unused_parameters=True` silences this complaint, but it makes DDP walk through the graph in every step, and it
+# keeps DDP from putting its buckets into a better order (lab 4, section 5). It is better to freeze what the model does
+# not use, or to take it out.
+#
+# *Takeaway: look for the unused layer before you reach for the option.*
+#
+# ## 2. Does `no_sync` send nothing? ({minutes} minutes)
+#
+# Three micro-batches run one after the other inside `no_sync`. In the first way both passes of each are inside; in the
+# second the forward pass stands before the `with`, and only the backward pass is inside. The model is so small that all
+# its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in all three backward passes?
+
+# %% tags=["commit"]
+mine_leaves = commit(both_passes=None, backward_alone=None)
+### BEGIN SOLUTION
+mine_leaves = commit(both_passes=0, backward_alone=3)
+### END SOLUTION
+
+# %%
+# %%torchrun -n 2 --name synced
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.parallel.ddp import note_order
+from labkit.rank import report
+
+dist.init_process_group()
+model = DistributedDataParallel(nn.Linear(8, 8))
+seen, inputs = note_order(model), torch.ones(4, 8)
+for _ in range(3):
+    with model.no_sync():
+        model(inputs).sum().backward()
+report(both_passes=sum("leaves" in event for event in seen))
+seen.clear()
+for _ in range(3):
+    loss = model(inputs).sum()
+    with model.no_sync():
+        loss.backward()
+report(backward_alone=sum("leaves" in event for event in seen))
+
+# %%
+left = synced.ranks[0].reported
+pandas.DataFrame({"yours": mine_leaves, "measured": left}).astype(object).fillna("no prediction")
+
+# %% tags=["claim"]
+claim("none, and three", left == {"both_passes": 0, "backward_alone": 3})
+
+# %% [markdown]
+# DDP decides in the forward pass whether the backward pass will send, and nothing tells you that the `with` came too
+# late. In a script of your own, count the all-reduces of one step once, as this cell does.
+#
+# *Takeaway: the forward pass belongs inside `no_sync`, too.*
+#
+# ## 3. Fewer bytes: a communication hook ({minutes} minutes)
+#
+# Gradients are noisy: another batch would give others. So it often does no harm to round them for the journey, and DDP
+# takes a **communication hook**, a function that sends a bucket in its own way:
+#
+# - `bucket.buffer()` holds the bucket's gradients, flattened into one tensor, and `bucket.index()` is its number.
+# - The hook asks for the all-reduce and returns a **future**, a promise of the result, without waiting for it.
+#   `handle.get_future()` is one, and `.then(f)` makes a new one, whose result is what `f` returns. `f` gets the old
+#   future, and its `value()` is a list of the tensors that arrived.
+# - With a hook DDP does not divide by the number of ranks, so the hook has to.
+#
+# ### Exercise 1: send half (••, {minutes} minutes)
+#
+# Write a hook that sends a bucket in bfloat16. The future's result is the mean over the ranks in float32. You may divide
+# before you send or after; PyTorch's own hooks divide before, since in float16 the sum could overflow. The check runs
+# on two real ranks, then on three.
+#
+# <details><summary>Hint 1</summary>
+#
+# Three steps: a copy in bfloat16, divided; an asynchronous all-reduce of it; a future that makes float32 of what came.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `half = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()` is a copy: send it.
+#
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `handle.get_future().then(lambda future: future.value()[0].to(torch.float32))`
+#
+# </details>
+
+
+# %%
+def half_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    ### BEGIN SOLUTION
+    half = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
+    handle = dist.all_reduce(half, async_op=True)
+    return handle.get_future().then(lambda future: future.value()[0].to(torch.float32))
+    ### END SOLUTION
+
+
+# %%
+checks.half_hook(half_hook)
+
+# %% [markdown]
+# PyTorch ships such hooks: `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` has `bf16_compress_hook` and
+# others. Case `bf16` registers that one for a network of four layers, each `DIM` wide. DDP plans its buckets by the
+# float32 bytes, as it does without a hook: told a size, it closes each bucket once it holds `BUCKET_MB`, here 5 MiB.
+# Commit: how many all-reduces does a step make, and how many bytes does a rank hand to them?
+
+# %% tags=["commit"]
+mine_half = commit(all_reduce_count=None, all_reduce_bytes=None)
+### BEGIN SOLUTION
+mine_half = commit(all_reduce_count=2, all_reduce_bytes=ALL_BYTES // 2)
+### END SOLUTION
+
+# %% tags=["summary"]
+bf16 = labkit.run("ddp_compile", mode="ddp", case="bf16", **WIDE)
+plots.comparison_table(bf16, predict("eager", compressed=True), yours=mine_half)
+
+# %% tags=["claim"]
+claim("the same buckets", bf16.value("all_reduce_count") == plain.value("all_reduce_count"))
+claim("half the bytes", 2 * bf16.value("all_reduce_bytes") == plain.value("all_reduce_bytes"))
+
+# %% [markdown]
+# The buckets are the same, and the bytes half as many. The price is precision: bfloat16 keeps 8 significant bits, so each
+# number is off by up to 0.2 %, and the ranks' sum is rounded once more. Whether your training minds is not settled by
+# this lab; train some hundred steps with the hook and without it, and compare the losses.
+#
+# *Takeaway: a hook changes what a bucket costs on the wire, and takes over the division.*
+#
+# ## 4. The smallest bucket that hides ({minutes} minutes)
+#
+# Larger buckets mean fewer messages and less latency. But the last bucket leaves when the backward pass is over, so
+# nothing hides it, and the larger it is the longer everybody waits. The best size is therefore about the smallest whose
+# messages still keep up with the backward pass.
+#
+# ### Exercise 2: how small may it be? (•, {minutes} minutes)
+#
+# All gradients have `total_bytes`, in buckets of b bytes each. A message takes `alpha_s`, and `beta_s_per_byte` for each
+# of its bytes. Messages travel one after the other beside the arithmetic, as on a GPU. Return the b with which all of
+# them together take as long as the backward pass, and `float("inf")` where no b does, however large.
+#
+# <details><summary>Hint</summary>
+#
+# There are `total_bytes / b` messages. Their bytes take `total_bytes * beta_s_per_byte` with every b, and what that
+# leaves of the backward pass is for the latencies. And if it leaves nothing?
+#
+# </details>
+
+
+# %%
+def smallest_bucket(total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float) -> float:
+    ### BEGIN SOLUTION
+    room = backward_s - total_bytes * beta_s_per_byte
+    return total_bytes * alpha_s / room if room > 0 else float("inf")
+    ### END SOLUTION
+
+
+# %%
+checks.smallest_bucket(smallest_bucket)
+
+# %% [markdown]
+# **An example.** BERT-large has 340 million parameters, so its gradients in bfloat16 have 680 MB. The backward pass takes
+# about 4 operations for each parameter and token; with 4096 tokens a rank at 400 · 10¹² operations a second that is
+# 13.9 ms. On the 8 H100s of one host beta is 2 · 7/8 / (450 · 10⁹) s a byte (lab 0's reference cluster), so all bytes
+# take 2.6 ms. For alpha, which is on no data sheet, take 20 µs. Then buckets from 1.2 MB on keep up, and DDP's default
+# of 25 MiB is fine.
+#
+# Now take 64 such GPUs in 8 hosts, with one card of 50 GB/s for each GPU: beta is 2 · 63/64 / (50 · 10⁹) s a byte, and
+# alpha 100 µs, since a message has many hops. Commit: how many tokens does a rank need at least, so that there is any
+# size of bucket with which the messages keep up?
+
+# %% tags=["commit"]
+mine_tokens = commit(tokens=None)
+### BEGIN SOLUTION
+mine_tokens = commit(tokens=680e6 * (2 * 63 / 64 / 50e9) * 400e12 / (4 * 340e6))
+### END SOLUTION
+
+# %%
+INSIDE, ACROSS = (20e-6, 2 * 7 / 8 / 450e9), (100e-6, 2 * 63 / 64 / 50e9)  # alpha and beta
+cases = {"8 GPUs, 4096 tokens": (INSIDE, 4096), "64 GPUs, 4096 tokens": (ACROSS, 4096)}
+cases["64 GPUs, 16,384 tokens"] = (ACROSS, 16384)
+counts_of_buckets = sorted({round(1.15**power) for power in range(56)})  # from 1 to 2,180
+smallest_mb, multiples = {}, {}
+for case, (network, tokens) in cases.items():
+    backward_s = 4 * 340e6 * tokens / 400e12
+    smallest_mb[case] = theory.smallest_bucket_bytes(680e6, backward_s, *network) / 1e6
+    multiples[case] = []
+    for count in counts_of_buckets:
+        ready_s = [backward_s * (place + 1) / count for place in range(count)]
+        takes_s = [AlphaBeta(*network).seconds(680e6 / count)] * count
+        multiples[case].append(theory.arrivals(ready_s, takes_s)[-1] / backward_s)
+plots.exposure_by_bucket_size([680 / count for count in counts_of_buckets], multiples, smallest_mb)
+needed = 680e6 * ACROSS[1] * 400e12 / (4 * 340e6)
+print(f"tokens at least: {needed:,.0f}; you said {prediction_text(mine_tokens['tokens'])}")
+
+# %% tags=["claim"]
+inside, few, many = smallest_mb.values()
+claim("1.2 MB", round(inside, 1) == 1.2)
+claim("no bucket keeps up with 4096 tokens", few == float("inf") and min(multiples["64 GPUs, 4096 tokens"]) > 1.9)
+claim("with four times the tokens from about 2.4 MB on", 2.2 < many < 2.6)
+
+# %% [markdown]
+# *The backward pass of BERT-large by size of bucket, as theory says, in multiples of its arithmetic. A dot is exercise
+# 2's size. Smaller buckets pay for latency, and larger ones for the last message.*
+#
+# On 64 GPUs the bytes alone take 26.8 ms, as long as the backward pass of about 7,900 tokens. With 4096 tokens it
+# takes at least twice as long as its arithmetic, whatever the bucket. With 16,384 a bucket of 2.4 MB hides nearly all.
+#
+# **Explore.** Left, a predicted backward pass; right, the same for other sizes of bucket. `25 MiB*` is DDP's default,
+# whose first bucket closes at 1 MiB. *run it* emulates the chosen size in slow motion: two real ranks wait as long as
+# the card and the arithmetic would take. With an alpha of 100 µs a bucket of 0.1 MiB is best. Before you turn alpha to
+# 400 µs: which size will be best, and what is wrong with the sizes at both ends?
+#
+# <details><summary>Answer</summary>
+#
+# 1 MiB. The gradients have 1.66 MB, beta is 0.5 ns a byte, and the arithmetic takes 5 ms. With these exercise 2 gives
+# 0.16 MB, and 1 MiB is the next size to choose from; before it was 0.04 MB. A message for each gradient takes longer
+# than the arithmetic, and one message for all starts when nothing is left to hide it.
+#
+# </details>
+
+# %%
+widgets.BucketExplorer()
+
+# %% [markdown]
+# *Takeaway: if the bytes alone take longer than the backward pass, more tokens help, and no bucket does.*
+#
+# ## 5. Where the compiler cuts ({minutes} minutes)
+#
+# By default `torch.compile` cuts a DDP model where buckets end (lab 4). The part that does it, DDPOptimizer, plans
+# buckets of its own from `bucket_cap_mb`: from the last layer on, a bucket closes once it holds that size, but the
+# first one once it holds 1 MiB. Take four layers of 600 × 600, each of 1.38 MiB. The cell compiles them with a backend
+# that only notes the layers of each graph. Commit: how many graphs are there, if a bucket closes at 2 MiB?
+
+# %% tags=["commit"]
+mine_graphs = commit(graphs=None)
+### BEGIN SOLUTION
+mine_graphs = commit(graphs=3)
+### END SOLUTION
+
+
+# %%
+class FourLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def graphs_of(model: nn.Module) -> list[int]:
+    """Compile a model, run it once, and return how many layers each graph has, from the last layer on."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(sum("linear" in str(node.target).lower() for node in graph.graph.nodes))
+        return graph
+
+    torch._logging.set_logs(all=logging.ERROR)  # no warnings about DDP's marks for profilers
+    torch.compile(model, backend=backend)(torch.ones(8, 600))
+    torch.compiler.reset()
+    return found[::-1]
+
+
+def buckets_of(model: DistributedDataParallel) -> list[int]:
+    """Return how many layers each bucket has that the reducer sends in a second step, where its plan is final."""
+    found = []
+
+    def hook(state, bucket):
+        found.append(sum(each.ndim == 2 for each in bucket.parameters()))
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        found.clear()
+        model(torch.ones(8, 600)).sum().backward()
+    return found
+
+
+# %%
+# %%torchrun -n 2 --name cut --use graphs_of,buckets_of,FourLayers
+import torch._dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.rank import report
+
+dist.init_process_group()
+
+
+def both_plans(size_mb):
+    models = [DistributedDataParallel(FourLayers(), bucket_cap_mb=size_mb) for _ in range(2)]
+    return {"layers by graph": graphs_of(models[0]), "layers by bucket sent": buckets_of(models[1])}
+
+
+for size_mb in (1, 2, 25):
+    report(**{f"{size_mb} MiB": both_plans(size_mb)})
+report(**{"left out": both_plans(None)})
+with torch._dynamo.config.patch(optimize_ddp=False):
+    report(**{"2 MiB, cutting switched off": both_plans(2)})
+
+# %%
+plans = cut.ranks[0].reported
+print(f"you said {prediction_text(mine_graphs['graphs'])} graphs for 2 MiB")
+pandas.DataFrame(plans).T.rename_axis("bucket_cap_mb")
+
+# %% tags=["claim"]
+graphs = [each["layers by graph"] for each in plans.values()]
+sent = [each["layers by bucket sent"] for each in plans.values()]
+as_planned = [len(theory.bucket_plan([4 * (600 * 600 + 600)] * 4, size, 1)) for size in (1, 2, 25, 25)]
+claim(
+    "a graph for each bucket of DDPOptimizer's plan, and one where it is switched off",
+    [*map(len, graphs)] == [*as_planned, 1],
+)
+claim("the reducer sends the buckets of its own plan", sent == [[1] * 4, [2, 2], [4], [1, 3], [2, 2]])
+claim("the two plans agree without a size", graphs[3] == sent[3])
+
+# %% [markdown]
+# The right column is what the reducer sends without a compiler. Told 2 MiB, it closes *all* its buckets at 2 MiB, so the
+# last two layers share the first one, and it leaves after the second of three backward programs. Cutting after the
+# first program was for nothing. If you leave the size out, the reducer's first bucket closes at 1 MiB, as
+# DDPOptimizer's does, and the plans agree.
+#
+# *Takeaway: with a compiler leave `bucket_cap_mb` out, or accept that a bucket may leave one backward program later.*
+#
+# ## 6. All-reduces inside the program ({minutes} minutes)
+#
+# Instead of cutting the graph where messages start, one could put the messages into it. What you gain is visibility: the
+# whole backward pass is one text, and you can read, check and change when each message starts. PyTorch has the parts
+# for that. They are **off by default and experimental**, and labkit switches on three of them:
+#
+# - **The Python reducer** (`optimize_ddp="python_reducer"`) gives each parameter a hook that divides the gradient, asks
+#   for an all-reduce and waits. The hook is written in Python, so the compiler can trace it.
+# - **Compiled autograd** writes down the whole backward pass, hooks included, as one graph.
+# - **Inductor**, the compiler that turns graphs into programs, fuses the eight all-reduces of our network into buckets,
+#   and moves each wait down to the first line that uses something of its bucket.
+#
+# Inductor's first bucket closes once it holds 1 MiB, and each later one once it holds `BUCKET_MB`, here 5 MiB. Each
+# weight has 3.8 MiB, and a compiled backward pass computes a weight's gradient before its bias's. Commit: how many
+# all-reduces does a step make? Compiling takes some seconds on each rank.
+
+# %% tags=["commit"]
+mine_fused = commit(all_reduce_count=None)
+### BEGIN SOLUTION
+mine_fused = commit(all_reduce_count=3)
+### END SOLUTION
+
+# %%
+fused = labkit.run("ddp_compile", fuse="coalesced", **WIDE)
+plots.comparison_table(fused, {"all_reduce_count": predict("compiled")["all_reduce_count"]}, yours=mine_fused)
+
+# %% tags=["claim"]
+extra = fused.value("all_reduce_count") - plain.value("all_reduce_count")
+claim("one bucket more than with the reducer", extra == 1)
+
+# %% [markdown]
+# There is one bucket more than with the reducer, because `fc4.weight` is larger than 1 MiB and travels alone.
+#
+# Below is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown, and the
+# `return`. `bufN` are tensors that the program makes, and `argN` its inputs. Beside them stands what they hold, as far
+# as labkit can tell. Point at a line that waits, or reach it by Tab, and its request and what hides it are marked.
+
+# %% tags=["nbval-ignore-output"]
+plots.backward_program(fused)
+
+# %% [markdown]
+# Read it from the top. `extern` lines are GEMMs, and `kernel` lines are loops that inductor wrote itself. A yellow line
+# asks for a bucket and returns at once, and the GEMMs below it run while the bucket travels. All waits stand at the
+# end, since nothing but the `return` uses a gradient.
+
+# %% tags=["nbval-ignore-output"]
+_ = plots.bucket_schedule(fused)
+
+# %% [markdown]
+# *Left: the gradients of each bucket, as wide as their bytes. Right: the lines between its request and its waits; a
+# dot is compute that hides it. The last bucket has nothing left to hide behind.*
+
+# %% tags=["claim"]
+read = inductor.find_buckets(fused.ranks[0].artifact("code"))
+alone = not read[-1].hidden_by and all(each.hidden_by for each in read[:-1])
+claim("the last bucket has nothing left to hide behind", alone)
+
+# %% [markdown]
+# A compiler that moves waits had better be right. Whoever reads a buffer in flight may find half a sum, whoever writes
+# to it spoils the sum of the others, and nothing raises an error.
+#
+# ### Exercise 3: find the early use (••, {minutes} minutes)
+#
+# Write the reader that finds such a mistake. `lines` are the lines of a program in order. Each has a `number`, a `kind`
+# (`"collective"`, `"wait"`, and others) and the tuple `buffers`, the names that it mentions. Return the numbers of the
+# lines that mention a buffer in flight, other than to wait for it. A second request for such a buffer is one of them.
+#
+# <details><summary>Hint 1</summary>
+#
+# Go through the lines with a set of the buffers in flight.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# First look whether the line is too early, then note what it puts in flight. `set & set` are common members.
+#
+# </details>
+
+
+# %%
+def early_uses(lines: list[inductor.ProgramLine]) -> list[int]:
+    ### BEGIN SOLUTION
+    in_flight, found = set(), []
+    for line in lines:
+        if line.kind == "wait":
+            in_flight -= set(line.buffers)
+        elif in_flight & set(line.buffers):
+            found.append(line.number)
+        if line.kind == "collective":
+            in_flight |= set(line.buffers)
+    return found
+    ### END SOLUTION
+
+
+# %%
+checks.early_uses(early_uses)
+
+# %% [markdown]
+# Try it on the real program, as it is and without its first wait.
+
+# %% tags=["nbval-ignore-output"]
+lines = inductor.parse_lines(fused.ranks[0].artifact("code"))
+first_wait = next(line for line in lines if line.kind == "wait")
+for which, program in {
+    "as it is": lines,
+    "without its first wait": [each for each in lines if each is not first_wait],
+}.items():
+    print(f"{which}: {early_uses(program)}")
+
+# %% [markdown]
+# Without the wait the `return`, the last line of the listing, would hand out a sum that may not be there yet.
+#
+# Are the numbers right, then? The next cell trains with DDP, with two micro-batches and `no_sync`, plain and compiled
+# this way. It compares outputs, gradients and parameters with those of one device.
+
+# %%
+print(labkit.check("ddp_compile", nproc=RANKS, dim=64, case="cpu_no_sync").verdict_text)
+
+# %% [markdown]
+# Do not expect this way to be faster on a CPU: its GEMMs are library calls with a compiler or without, and the reducer
+# overlaps as well.
+#
+# *Takeaway: what a compiler has moved can be read; check that no line uses a buffer in flight.*
+#
+# ## 7. Take away ({minutes} minutes)
+#
+# 1. DDP counts on a gradient for every parameter in every step; leave out what the model does not use.
+# 2. Hooks and `no_sync` change what is sent, and a count of one step's all-reduces shows whether they do.
+# 3. The compiler cuts the model where its own plan of buckets says; leave `bucket_cap_mb` out, and the reducer's plan is
+#    the same.
+#
+# | if | then |
+# |---|---|
+# | DDP complains about unused parameters | freeze or remove them before you try `find_unused_parameters` |
+# | bandwidth is the limit, and no bucket hides its messages | more tokens a rank, or a bfloat16 hook |
+# | a compiled DDP is slower than an uncompiled one | look where its graph is cut, and leave `bucket_cap_mb` out |
+#
+# **Ask yourself**
+#
+# <details><summary>1. Your hook returns the sum of all ranks. What does training see?</summary>
+#
+# Gradients that are too large by the number of ranks, on all ranks alike. DDP does not divide where a hook is
+# registered.
+#
+# </details>
+# <details><summary>2. A model has 340 million parameters, and no bucket hides its messages. You double the batch of a rank. What changes?</summary>
+#
+# The backward pass takes twice as long, and the bytes are the same. If the bytes alone fit into it now, a bucket hides
+# them.
+#
+# </details>
+# <details><summary>3. A compiled program has all its waits at the end. Is that wrong?</summary>
+#
+# No: only the optimizer reads the gradients. It would be wrong if a line before its wait used one.
+#
+# </details>
+#
+# <details><summary>Papers, pages and code</summary>
+#
+# - Communication hooks: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+# - DDPOptimizer: https://docs.pytorch.org/docs/stable/notes/ddp.html
+# - Compiled autograd: https://docs.pytorch.org/tutorials/intermediate/compiled_autograd_tutorial.html
+# - BERT-large: Devlin et al., 2018, https://arxiv.org/abs/1810.04805
+# - In labkit: `labkit/parallel/ddp.py` (DDP and the compiler), `labkit/inductor` (the reader of programs). PyTorch's
+#   own fusion is short enough to read: `torch/_inductor/fx_passes/ddp_fusion.py`.
+#
+# </details>
+
+# %% [markdown]
+# ### What you have passed
+
+# %%
+from labkit.course.verdict_store import so_far
+
+so_far("ddp_at_work")

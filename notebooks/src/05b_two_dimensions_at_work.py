@@ -1,0 +1,512 @@
+# %% [markdown]
+# # Lab 5b. Two dimensions at work
+#
+# This companion of lab 5 has what you meet once two axes train a model of your own. After it you can
+#
+# - say what crosses each axis of a mesh;
+# - cut embedding, output layer and loss over the vocabulary;
+# - cut the sequence between the pairs, and repair a plan whose layouts are not so;
+# - recognise a test that cannot fail, and use DDP on one axis.
+#
+# You need lab 5. The notebook takes about {core_minutes} minutes.
+
+# %% tags=["nbval-ignore-output"]
+import pandas
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.functional import scaled_dot_product_attention
+
+import labkit
+from labkit import doctor, plots
+from labkit.checks import two_dim_at_work as checks
+from labkit.checks.claims import claim, commit, prediction_text
+from labkit.config import require
+from labkit.theory import fsdp
+from labkit.theory import two_dim as theory
+
+doctor.show(lab="5b")
+
+# %% [markdown]
+# The network is lab 5's stack of three MLPs, with inner widths of 3, 4 and 3 times `DIM`. A sample is a text of 8
+# tokens.
+
+# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8} points=[[4,4,4,1],[4,48,24,2],[8,128,64,3]]
+RANKS: int = 4  # ranks of the mesh
+DIM: int = 64  # width of the network
+BATCH: int = 48  # samples of all ranks together in a step
+STEPS: int = 1  # timed training steps in each run
+
+# %%
+require("RANKS", RANKS, at_least=4, at_most=8, multiple_of=4, because="section 3 cuts 8 tokens over all ranks")
+require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
+require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
+
+TOLD = (RANKS, DIM, BATCH) == (4, 64, 48)  # the values that the text speaks of
+SETUP = {"nproc": RANKS, "dim": DIM, "batch": BATCH, "steps": STEPS}
+PAIRS = theory.mlp_pairs(DIM)  # (width, inner width) of each MLP
+MESHES = {tp: {"data": RANKS // tp, "tp": tp} for tp in (1, 2, RANKS)}  # lengths of the two axes
+LABELS = {1: "FSDP alone", 2: f"{RANKS // 2} x 2", RANKS: "TP alone"}
+
+
+def tokens(tp: int) -> int:
+    """Return the tokens of a rank if `tp` ranks share each matrix, and so the same samples."""
+    return 8 * BATCH // MESHES[tp]["data"]
+
+
+runs = {tp: labkit.run("two_dim", tp=tp, **SETUP) for tp in MESHES}
+square = runs[2]
+
+# %% [markdown]
+# ## 1. What travels along which axis ({minutes} minutes)
+#
+# Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model, whose inner widths
+# are divided by the ranks along `tp`, and all of lab 2's formulas hold.
+#
+# ### Exercise 1: which axis does it run on? (•, {minutes} minutes)
+#
+# How often does each collective run in a step with two ranks along `tp`, and along which axis? Return a dict whose keys
+# are an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP. Leave out
+# what does not happen.
+#
+# <details><summary>Hint 1</summary>
+#
+# Activations travel along `tp`, parameters and their gradients along `data`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A unit is gathered for the forward and for the backward pass, and reduced once. The first MLP needs no gradient of its
+# input.
+#
+# </details>
+
+
+# %%
+def collectives() -> dict[str, int]:
+    ### BEGIN SOLUTION
+    return {"tp/all_reduce": 3 + 2, "data/all_gather": 3 + 3, "data/reduce_scatter": 3}
+    ### END SOLUTION
+
+
+# %%
+checks.collectives(collectives, square)
+
+# %% [markdown]
+# Four ranks can also be used along one axis: FSDP alone with `tp` 1, tensor parallelism alone with `tp` 4. To compare
+# the three meshes, bytes must be those that a rank puts **on the wire**. In a ring of n ranks a rank passes on (n −
+# 1)/n of the whole tensor in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+#
+# Commit before you look: the 2 × 2 mesh gathers half of each layer and sums activations of half of the samples. What
+# part of the bytes of FSDP alone does it send along `data`?
+
+# %% tags=["commit"]
+mine_part = commit(along_data=None)
+### BEGIN SOLUTION
+mine_part = commit(along_data=1 / 3)
+### END SOLUTION
+
+
+# %%
+def on_wire(tp: int, sent: dict[str, float]) -> dict[str, float]:
+    """Convert bytes handed to calls into bytes on the wire, by axis."""
+    return theory.axis_wire_bytes(sent, **MESHES[tp])
+
+
+def handed(tp: int) -> dict[str, float]:
+    """Return what was counted, by axis and collective."""
+    return {name: runs[tp].value(name) for name in runs[tp].summary() if "/" in name}
+
+
+by_theory = {LABELS[tp]: on_wire(tp, theory.step_collectives_by_axis(PAIRS, tokens(tp), **MESHES[tp])) for tp in runs}
+by_count = {LABELS[tp]: on_wire(tp, handed(tp)) for tp in runs}
+data_part = by_count[LABELS[2]]["data"] / by_count[LABELS[1]]["data"]
+print(f"along data: {data_part:.2f} of what FSDP alone sends; you: {prediction_text(mine_part['along_data'], '.2f')}")
+_ = plots.traffic_by_axis(by_theory, by_count, results=list(runs.values()))
+
+# %% [markdown]
+# *Bytes on the wire from one rank in a step. The square sends least, a third along each axis of what FSDP or TP sends
+# alone.*
+#
+# Each axis carries half of what it would carry alone, and each ring has two ranks and not four, so that (n − 1)/n is
+# 1/2 and not 3/4. Which mesh sends least depends on the sizes. With four times the samples FSDP alone wins, because
+# activations grow and parameters do not. With layers four times as wide TP alone wins, because parameters grow with the
+# square of the width.
+
+# %% tags=["claim"]
+totals = {label: sum(each.values()) for label, each in by_count.items()}
+claim("they agree", by_theory == by_count)
+claim("the square sends least", min(totals, key=totals.get) == LABELS[2], where=TOLD)
+claim("a third along data", abs(data_part - 1 / 3) < 0.01, where=TOLD)
+for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
+    sums = {}
+    for tp, axes in MESHES.items():
+        sent = theory.step_collectives_by_axis(theory.mlp_pairs(width), 8 * samples // axes["data"], **axes)
+        sums[tp] = sum(on_wire(tp, sent).values())
+    claim(f"with {samples} samples, width {width}: {least}", min(sums, key=sums.get) == least, where=TOLD)
+
+# %% [markdown]
+# **Memory.** With FSDP the peak lies inside the backward pass, where lab 2's ledger finds it. With TP alone it lies
+# where the backward pass begins: all activations are there, and the gradient of the loss takes four tensors of the
+# output's size.
+
+# %%
+expected = {
+    LABELS[tp]: fsdp.fsdp_step_peak(theory.rank_layers(PAIRS, tp), tokens(tp), MESHES[tp]["data"]) for tp in (1, 2)
+}
+expected["TP alone"] = theory.tp_step_peak(PAIRS, tokens(RANKS), RANKS)
+bars = {label: {part: size for part, size in each.items() if part != "total"} for label, each in expected.items()}
+_ = plots.memory_comparison(bars, {LABELS[tp]: result for tp, result in runs.items()})
+
+# %% [markdown]
+# *Peak memory of a rank. FSDP alone pays for gathered parameters and buffers, TP alone for activations, and the square
+# needs least.*
+
+# %% tags=["claim"]
+peaks = {LABELS[tp]: result.value("peak_total_bytes") for tp, result in runs.items()}
+claim(
+    "every prediction is within 5 %", all(abs(peaks[label] / sum(bars[label].values()) - 1) < 0.05 for label in peaks)
+)
+claim("the square needs least", min(peaks, key=peaks.get) == LABELS[2], where=TOLD)
+activations = {LABELS[tp]: result.value("peak_activation_bytes") for tp, result in runs.items()}
+claim("TP alone pays for activations", max(activations, key=activations.get) == "TP alone", where=TOLD)
+parts_of = ("unsharded_parameter", "all_gather", "reduce_scatter")
+gathered = {tp: sum(runs[tp].value(f"peak_{part}_bytes") for part in parts_of) for tp in (1, 2)}
+claim("FSDP alone pays for gathered parameters and buffers", gathered[1] > 1.5 * gathered[2], where=TOLD)
+
+# %% [markdown]
+# *Takeaway: to FSDP, a rank's share along `tp` is a thinner model.*
+#
+# ## 2. Embedding, output layer and loss ({minutes} minutes)
+#
+# An **embedding** is a table with a row for each word of the vocabulary. If it is cut by rows, a rank looks up the
+# words that it has and takes zeros for the others, and an all-reduce adds up. In PyTorch that is `RowwiseParallel`,
+# which cuts dim 0 of the table, [words, features], and dim 1 of a linear layer's weight, [out, in]. The **output
+# layer** makes a *logit* for each word. If it is cut colwise, each rank has the logits of its words.
+#
+# The two ends of a layer matter now. In a plan, `input_layouts` says how the input *is* laid out when it arrives, and
+# `output_layouts` how the output *shall* leave: `Replicate()` is whole, and `Shard(-1)` is cut along the last
+# dimension. By default a colwise layer takes `Replicate()` and leaves `Shard(-1)`, and a rowwise layer the other way
+# round.
+#
+# ### Exercise 2: both ends (••, {minutes} minutes)
+#
+# Write the plan for `embed`, an `nn.Embedding`, and `head`, an `nn.Linear`, so that each rank has its share of the words
+# in both. The token ids are the same on all ranks, and so shall the logits be.
+#
+# <details><summary>Hint 1</summary>
+#
+# For each of the four ends, ask whether the default is so.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A rowwise layer believes that its input comes cut, and a colwise one leaves its output cut. Neither is so here.
+#
+# </details>
+
+
+# %%
+def words_plan() -> dict[str, object]:
+    ### BEGIN SOLUTION
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    ### END SOLUTION
+
+
+# %%
+checks.words_plan(words_plan)
+
+# %% [markdown]
+# Whole logits are large: with Llama 3's 128,256 words, a text of 8,192 tokens has 4.2 GB of them in float32. They need
+# not be put together. The **cross-entropy** of a token needs three numbers from all ranks: the largest logit, the sum
+# of the exponentials, and the logit of the right word. `loss_parallel` does that, with logits that stay cut.
+
+# %%
+# %%torchrun -n 2
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+logits, words = torch.randn(16, 100, requires_grad=True), torch.randint(100, (16,))  # 16 tokens, 100 words
+cross_entropy(logits, words).backward()
+cut = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()  # each rank has 50 of the words
+with loss_parallel(), CommDebugMode() as counted:
+    cross_entropy(cut, words).backward()
+right = torch.allclose(cut.grad.full_tensor(), logits.grad)
+f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().values())}"
+
+# %% [markdown]
+# In a plan the output layer then is `ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)`, so that the
+# logits stay a DTensor. The loss and its backward pass stand inside `with loss_parallel():`.
+#
+# *Takeaway: cut the vocabulary at both ends, and leave the logits cut.*
+#
+# ## 3. Cut the sequence, too ({minutes} minutes)
+#
+# Between the pairs TP leaves activations whole on every rank. What happens there, such as a norm or dropout, treats
+# each token alone, so that each rank could keep only its share of the tokens. This is **sequence parallelism** (SP).
+
+# %%
+_ = plots.sequence_diagram()
+
+# %% [markdown]
+# *What two ranks hold of each tensor, tokens downwards and features to the right. An all-reduce becomes a
+# reduce-scatter behind a pair and an all-gather in front of the next.*
+#
+# An all-reduce is a reduce-scatter and an all-gather (lab 0), so between the pairs the bytes stay the same. At the two
+# ends of the network, where the whole sequence enters and leaves, the three MLPs send a fifth more.
+#
+# What does it save? `ColwiseParallel` keeps the input that it has gathered, because the gradient of its weight needs it.
+# In a stack of bare MLPs that costs more than is gained. In a transformer the norms and residuals between the pairs gain
+# as well. With activation checkpointing a pair keeps only its own tokens of the input, and gathers them again in the
+# backward pass.
+
+# %%
+checkpointed = SETUP | {"tp": RANKS, "checkpointing": True}
+sequence = {
+    "sequence whole": labkit.run("two_dim", **checkpointed),
+    "sequence cut": labkit.run("two_dim", seq=True, **checkpointed),
+}
+forecast = {
+    label: theory.tp_step_peak(
+        PAIRS, tokens(RANKS), RANKS, sequence_parallel=label == "sequence cut", checkpointing=True
+    )
+    for label in sequence
+}
+_ = plots.memory_comparison(forecast, sequence)
+
+# %% [markdown]
+# *Peak memory of a rank with TP alone and checkpointing. With the sequence cut there are fewer activations, and all
+# else stays as it was.*
+
+# %% tags=["claim"]
+held = {label: result.value("peak_activation_bytes") for label, result in sequence.items()}
+claim("activations are fewer", held["sequence cut"] < held["sequence whole"])
+others = [result.value("peak_total_bytes") - held[label] for label, result in sequence.items()]
+claim("all else stays as it was", abs(others[0] / others[1] - 1) < 0.01)
+off = [result.value("peak_total_bytes") / sum(forecast[label].values()) for label, result in sequence.items()]
+claim("predictions are within 2 %", all(abs(each - 1) < 0.02 for each in off))
+how = {"sequence_parallel": True, "checkpointing": True}
+predicted_cut = theory.step_collectives_by_axis(PAIRS, tokens(RANKS), **MESHES[RANKS], **how)
+claim("bytes are theory's", all(sequence["sequence cut"].value(name) == size for name, size in predicted_cut.items()))
+wire = [
+    on_wire(RANKS, theory.activation_collectives(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut))["tp"]
+    for cut in (False, True)
+]
+claim("the two ends send a fifth more", abs(wire[1] / wire[0] - 1.2) < 1e-9)
+kept = {cut: theory.tp_activation_bytes(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut) for cut in (False, True)}
+claim("without checkpointing it costs more than is gained", kept[True] > kept[False])
+
+# %% [markdown]
+# Somebody wrote such a plan for the stack of MLPs. `Shard(1)` is cut along the tokens. **The next verdict is meant to
+# be red.**
+
+
+# %%
+def broken_plan() -> dict[str, object]:
+    plan = {}
+    for index in range(3):
+        plan[f"layers.{index}.in_proj"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"layers.{index}.out_proj"] = RowwiseParallel(output_layouts=Shard(1))
+    return plan
+
+
+checks.stack_plan(broken_plan)
+
+# %% [markdown]
+# ### Exercise 3: repair it (••, {minutes} minutes)
+#
+# Write a plan that is right. Between the MLPs the sequence shall stay cut. The samples come in whole, and the result
+# shall go out whole.
+#
+# <details><summary>Hint 1</summary>
+#
+# Compare what the plan says of each input with what the layer before leaves.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Draw the stack as a row of six layers, and write above each arrow whether the tensor there is whole or cut.
+#
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Only two lines of six are wrong: how the samples arrive, and how the last result leaves.
+#
+# </details>
+
+
+# %%
+def repaired_plan() -> dict[str, object]:
+    ### BEGIN SOLUTION
+    plan = {}
+    for index in range(3):
+        comes = Replicate() if index == 0 else Shard(1)  # the samples are whole
+        leaves = Replicate() if index == 2 else Shard(1)  # and so shall the result be
+        plan[f"layers.{index}.in_proj"] = ColwiseParallel(input_layouts=comes)
+        plan[f"layers.{index}.out_proj"] = RowwiseParallel(output_layouts=leaves)
+    return plan
+    ### END SOLUTION
+
+
+# %%
+checks.stack_plan(repaired_plan)
+
+# %% [markdown]
+# <details><summary>Why was the broken plan's output right, and its gradient twice as large?</summary>
+#
+# Its first layer takes the whole samples for a share of the tokens, and gathers two copies, twice as many tokens. Its
+# last layer leaves one half of them on each rank, which is one whole copy: the two mistakes cancel. In the backward
+# pass the first weight meets both copies, and adds up both gradients.
+#
+# </details>
+#
+# *Takeaway: between the pairs, sequence parallelism sends the same bytes, and saves what lies there.*
+#
+# ## 4. Tests that cannot fail ({minutes} minutes)
+#
+# Some language models begin with biases of zero, as GPT-2 and BERT do. Suppose that somebody tests lab 5's second layer
+# with such a model: its output on two ranks must equal one device's. Does the test find a bias that every rank adds?
+
+# %%
+draw = torch.Generator().manual_seed(2)
+x, weight = torch.randn(3, 8, generator=draw), torch.randn(4, 8, generator=draw)
+for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.randn(4, generator=draw)}.items():
+    cuts = zip(x.chunk(2, dim=1), weight.chunk(2, dim=1), strict=True)
+    on_each_rank = sum(features @ columns.T + bias for features, columns in cuts)  # the trap
+    off_by = (on_each_rank - (x @ weight.T + bias)).abs().max()
+    print(f"{name}: the output is off by {off_by:.1f} at most")
+
+# %% [markdown]
+# With zeros the test cannot fail, because twice zero is zero. A test wants numbers that are not special. Heads are a case
+# that only a test of values finds. The code that cuts features into heads must know that a rank has fewer of them. If
+# it insists on the number of heads, it runs without an error and makes heads that are too small.
+
+# %%
+HEADS, SIZE = 4, 2
+draw = torch.Generator().manual_seed(3)
+x, query, key, value = (torch.randn(size, generator=draw) for size in ((5, 8), (8, 8), (8, 8), (8, 8)))
+
+
+def attend(x, weights, shape):
+    q, k, v = ((x @ weight.T).unflatten(1, shape).transpose(0, 1) for weight in weights)
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+whole = attend(x, (query, key, value), (HEADS, SIZE))
+pieces = [[weight.chunk(2)[rank] for weight in (query, key, value)] for rank in range(2)]
+for name, shape in {"heads of 2 features": (-1, SIZE), "4 heads": (HEADS, -1)}.items():
+    joined = torch.cat([attend(x, piece, shape) for piece in pieces], dim=1)
+    print(f"each rank makes {name}: off by {(joined - whole).abs().max():.1f} at most")
+
+# %% [markdown]
+# *Takeaway: test with random biases, and read the number of heads from the features.*
+#
+# ## 5. DDP along the other axis ({minutes} minutes)
+#
+# Where memory is no concern, gradients can be averaged along `data` as in plain data parallelism: every rank keeps its
+# thin model whole, and all-reduces average its gradients. PyTorch's `replicate` does that in place, but leaves a
+# tensor-parallel model without parameters for the optimizer; docs/meshes.md shows what labkit does instead. DDP runs
+# here with lab 4's model: four linear layers, which are two pairs without ReLU, and have eight gradients. Commit: how
+# many all-reduces does a step take along each axis?
+
+# %% tags=["commit"]
+mine_ddp = commit(**{"tp/all_reduce_count": None, "data/all_reduce_count": None})
+### BEGIN SOLUTION
+mine_ddp = commit(**{"tp/all_reduce_count": 2 + 1, "data/all_reduce_count": 1})
+### END SOLUTION
+
+# %% tags=["summary"]
+replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
+chain = theory.chain_pairs(DIM)
+predicted_ddp = theory.step_collectives_by_axis(chain, BATCH // MESHES[2]["data"], **MESHES[2], plan="ddp_tp")
+along_tp = predicted_ddp["tp/all_reduce_count"]
+plots.comparison_table(replicated, {"tp/all_reduce_count": along_tp, "data/all_reduce_count": 1}, yours=mine_ddp)
+
+# %% tags=["claim"]
+claim("bytes are theory's", all(replicated.value(name) == size for name, size in predicted_ddp.items()))
+
+# %% [markdown]
+# All gradients travel in one all-reduce along `data`, because they fit into one of DDP's buckets (lab 4). As in lab 2,
+# DDP sends two thirds of FSDP's bytes. What does FSDP save instead? It divides parameters, gradients and Adam's means by
+# the ranks along `data`. For the three MLPs, by theory, in bytes of a rank:
+
+# %%
+plans = ("ddp_tp", "fsdp_tp")
+states = {plan: theory.mesh_resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in plans}
+pandas.DataFrame.from_dict(states, orient="index").rename(index={"ddp_tp": "DDP x TP", "fsdp_tp": "FSDP x TP"})
+
+# %% [markdown]
+# *Takeaway: DDP along `data` sends less than FSDP and keeps the thin model whole.*
+#
+# ## 6. Take away ({minutes} minutes)
+#
+# 1. To FSDP or DDP along `data`, a rank's share along `tp` is a thinner model, and their formulas hold.
+# 2. The vocabulary is cut at both ends of a language model, and `loss_parallel` needs no whole logits.
+# 3. Sequence parallelism splits each all-reduce in two and shares what lies between the pairs.
+#
+# | if | then |
+# |---|---|
+# | activations between the pairs are too large | cut the sequence, with checkpointing |
+# | logits are too large | leave them cut, and use `loss_parallel` |
+# | memory is no concern along `data` | use DDP there, which sends less |
+# | a plan gives layouts | write above each arrow what is whole, and compare gradients |
+#
+# **Ask yourself**
+#
+# <details><summary>1. Why does FSDP gather less if ranks share matrices?</summary>
+#
+# A rank along `tp` has only its part of each matrix, and FSDP gathers no more than that.
+#
+# </details>
+# <details><summary>2. Why does `RowwiseParallel` cut an embedding along dim 0, and a linear layer along dim 1?</summary>
+#
+# An embedding's table is stored as the papers write it, and PyTorch's linear weight is the transpose.
+#
+# </details>
+# <details><summary>3. Why can a norm be computed on a part of the tokens, and not on a part of the features?</summary>
+#
+# It treats each token alone, but divides by a mean over all of its features.
+#
+# </details>
+# <details><summary>4. What does sequence parallelism save in a stack of bare MLPs without checkpointing?</summary>
+#
+# Nothing, and it costs some memory: each pair keeps the whole input that it has gathered.
+#
+# </details>
+# <details><summary>5. Your test of a sharded layer passes with biases of zero. What do you know of the bias?</summary>
+#
+# Nothing, because any multiple of zero is zero.
+#
+# </details>
+#
+# <details><summary>Papers and pages</summary>
+#
+# - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
+#   https://arxiv.org/abs/2205.05198
+# - PyTorch's pages: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html, and on meshes:
+#   https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
+# - On GPUs the same programs are written to run unchanged, `labkit.run("two_dim", nproc=4, preset="paper")`, which has
+#   not been verified yet.
+#
+# </details>
+#
+# ### What you have passed
+
+# %%
+from labkit.course.verdict_store import so_far
+
+so_far("two_dim_at_work")
