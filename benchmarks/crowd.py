@@ -39,7 +39,7 @@ print(json.dumps({"asked": asked, "begun": begun, "right": right}))
 CHECK = """
 import json, time, torch
 from torch import distributed as dist
-from labkit.checks import fsdp_at_work
+from labkit_course.checks import fsdp_at_work
 def average(model, experts, ranks):
     for parameter in model.parameters():
         if parameter not in experts:

@@ -43,7 +43,7 @@ with start_local_hosts(2) as hosts:
     labkit.run({str(MISBEHAVE)!r}, nproc=1, hosts=hosts)
 """
 CHECK = """
-from labkit.checks import collectives
+from labkit_course.checks import collectives
 def shift(mine, rank, ranks):
     return mine
 for _ in range(10):

@@ -20,19 +20,19 @@ checked by ``make lint``.
 | launcher                          | outside the ranks: start, watch and stop them             |
 | doctor                            | what this machine can do                                  |
 | plots                             | figures from results                                      |
-| course                            | a learner's copies, verdicts and progress                 |
-| checks                            | judges of the exercises                                   |
-| widgets                           | explorers: controls over theory, confirmed by a run       |
+| old_names                         | modules that learners' copies import by earlier names     |
 | __main__                          | the command line                                          |
 
 ``labkit_simulate`` and ``labkit_cluster`` are packages beside this one; ``simulate``, ``plan`` and
-``submit`` below import them on first use.
+``submit`` below import them on first use. ``labkit_course`` judges the exercises of the labs, and
+holds their explorers and a learner's progress.
 """
 
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from labkit import old_names  # noqa: F401  (imports find earlier names from here on)
 from labkit.hidden_modules import hiding_files
 
 try:

@@ -42,7 +42,6 @@ import tyro
 
 import labkit
 from labkit import config, doctor
-from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
 from labkit.launcher.run import find_program
 from labkit.runs import history
@@ -50,8 +49,10 @@ from labkit.runs.folder import runs_folder
 from labkit.theory.sizes import readable_bytes
 
 PROG = "python -m labkit"
-# Modules of the packages beside the core; COMMANDS of each are like RunCommand, by name.
-MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
+# Modules of the packages beside the core. COMMANDS of the first are like RunCommand, by name; those
+# of the second are functions that return an exit status.
+PROGRAM_COMMANDS = "labkit_simulate.commands"
+COURSE_COMMANDS = "labkit_course.commands"
 PRUNE_PREVIEW_ROWS = 10
 MAX_NAME_CHARACTERS = 80
 # Errors of any command that a name or a disk explains, and the fix.
@@ -140,7 +141,8 @@ def _dispatch_command(words: list[str]) -> int:
         if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
             rest = ["list", *rest]
         return _run_subcommand(HISTORY_COMMANDS, rest, f"{PROG} runs")
-    return _run_subcommand(TOP_COMMANDS | programs | COMMANDS, words, PROG)
+    course = importlib.import_module(COURSE_COMMANDS).COMMANDS
+    return _run_subcommand(TOP_COMMANDS | programs | course, words, PROG)
 
 
 def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str], prog: str) -> int:
@@ -151,10 +153,7 @@ def _run_subcommand(commands: Mapping[str, Callable[..., Any]], words: list[str]
 
 def program_commands() -> dict[str, Any]:
     """Return the commands that take a program: run, and those of the packages beside the core."""
-    commands: dict[str, Any] = {"run": RunCommand}
-    for name in MODULES_WITH_COMMANDS:
-        commands |= importlib.import_module(name).COMMANDS
-    return commands
+    return {"run": RunCommand} | importlib.import_module(PROGRAM_COMMANDS).COMMANDS
 
 
 def parse_run_command(

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fixture_ranks import RankFailure
 
 import labkit
-from labkit.checks.ranks import answer_program
 from labkit.session import counted_group
+from labkit_course.checks.ranks import answer_program
 
 PEERS_S = 2.0
 """How long a rank that failed waits for others to end."""

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit.runs.result import RunResult
-from labkit.widgets.explorer import Explorer
+from labkit_course.widgets.explorer import Explorer
 
 
 def default(explorer: type[Explorer]) -> dict[str, Any]:

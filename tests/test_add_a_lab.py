@@ -10,7 +10,17 @@ import textwrap
 import pytest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
-COPIED = ("README.md", "labkit", "labkit_simulate", "labkit_cluster", "launch", "notebooks", "tests", "pyproject.toml")
+COPIED = (
+    "README.md",
+    "labkit",
+    "labkit_course",
+    "labkit_simulate",
+    "labkit_cluster",
+    "launch",
+    "notebooks",
+    "tests",
+    "pyproject.toml",
+)
 FILES = {
     "notebooks/src/90_echo.py": '''
         # %% [markdown]
@@ -21,9 +31,9 @@ FILES = {
         import torch.distributed as dist
 
         from labkit import doctor, plots
-        from labkit.checks import echo as checks
+        from labkit_course.checks import echo as checks
         from labkit.config import require
-        from labkit.course.verdict_store import so_far
+        from labkit_course.verdict_store import so_far
 
         # %% tags=["parameters"] small={"SIZE": 4} points=[[2],[5],[64]]
         SIZE: int = 8  # elements of the vector
@@ -94,20 +104,20 @@ FILES = {
             ax.bar(range(len(heights)), heights)
             return ax
     ''',
-    "labkit/widgets/echo.py": '''
+    "labkit_course/widgets/echo.py": '''
         """The explorer of the lab echo."""
 
-        from labkit.widgets.explorer import Explorer
+        from labkit_course.widgets.explorer import Explorer
 
 
         class EchoExplorer(Explorer):
             """Has no control."""
     ''',
-    "labkit/checks/echo.py": '''
+    "labkit_course/checks/echo.py": '''
         """Checks of the lab echo."""
 
-        from labkit.checks.judge import Verdict, WrongAnswer, exercise, passing_verdict
-        from labkit.checks.on_ranks import judge_on_ranks
+        from labkit_course.checks.judge import Verdict, WrongAnswer, exercise, passing_verdict
+        from labkit_course.checks.on_ranks import judge_on_ranks
         from labkit.theory.echo import sum_of_ranks
 
 
@@ -124,7 +134,7 @@ FILES = {
 waiting="do all ranks call it?", size=3)
             return passing_verdict("2 and 3 ranks agree")
     ''',
-    "labkit/checks/ranks/echo.py": '''
+    "labkit_course/checks/ranks/echo.py": '''
         """Give each rank a vector of its own number."""
 
         import torch
@@ -177,7 +187,7 @@ waiting="do all ranks call it?", size=3)
         """Wrong answers of the lab echo."""
 
         from answers import Exercise
-        from labkit.checks import echo as checks
+        from labkit_course.checks import echo as checks
 
         EXERCISES = [
             Exercise(
@@ -205,14 +215,15 @@ waiting="do all ranks call it?", size=3)
 USE = """
 import torch.distributed as dist
 import labkit
-from labkit import plots, widgets
-from labkit.checks import echo
-from labkit.course import lab_catalog
+from labkit import plots
+from labkit_course import widgets
+from labkit_course.checks import echo
+from labkit_course import lab_catalog
 from labkit.launcher import fork_server
 
 (lab,) = [each for each in lab_catalog.all_labs() if each.key == "echo"]
 assert [(each.number, each.name) for each in lab.exercises] == [("90.1", "total")]
-assert plots.echo_bars([1.0]).patches and widgets.EchoExplorer.__module__ == "labkit.widgets.echo"
+assert plots.echo_bars([1.0]).patches and widgets.EchoExplorer.__module__ == "labkit_course.widgets.echo"
 names = fork_server.list_program_modules()
 assert "labkit.parallel.echo" in names and "labkit.parity.echo" in names, names
 result = labkit.run("echo_sum", nproc=2, device="cpu", size=4)

@@ -1,4 +1,4 @@
-"""labkit.checks.collectives: other right ways pass, a deadlock is told as one, and the reference is one device's.
+"""labkit_course.checks.collectives: other right ways pass, a deadlock is told as one, the reference is one device's.
 
 The notebook's own answers and wrong ones are in tests/test_exercises.py.
 """
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.checks import collectives as checks
-from labkit.checks.ranks.collectives import LEARNING_RATE, STEPS, make_rank_model, rank_batches, train_all_ranks
+from labkit_course.checks import collectives as checks
+from labkit_course.checks.ranks.collectives import LEARNING_RATE, STEPS, make_rank_model, rank_batches, train_all_ranks
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 RING = "def ring(mine, rank, ranks):"

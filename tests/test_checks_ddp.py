@@ -1,4 +1,4 @@
-"""labkit.checks.ddp: other right ways pass, and what the checks take for right is what PyTorch does.
+"""labkit_course.checks.ddp: other right ways pass, and what the checks take for right is what PyTorch does.
 
 The notebook's own answers and wrong ones are in tests/test_exercises.py.
 """
@@ -10,10 +10,10 @@ from answers import ddp, ddp_at_work
 from test_exercises import source_of
 
 from labkit import inductor
-from labkit.checks import ddp as checks
-from labkit.checks import ddp_at_work as at_work
 from labkit.theory import ddp as theory
 from labkit.theory import emulated_steps
+from labkit_course.checks import ddp as checks
+from labkit_course.checks import ddp_at_work as at_work
 
 DATA = Path(__file__).parent / "data"
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"

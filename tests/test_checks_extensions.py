@@ -1,4 +1,4 @@
-"""labkit.checks.extensions: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
+"""labkit_course.checks.extensions: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ import answers
 import pytest
 
 import labkit
-from labkit.checks import extensions, extensions_at_work
+from labkit_course.checks import extensions, extensions_at_work
 
 IMPORTS = "import torch\nfrom labkit.tensors import TwoTensor, pad_rows, refill\n\n\n"
 HOOK = "def hook(all_gather_outputs, metadata, param_dtype, *, out=None):"

@@ -1,4 +1,4 @@
-"""labkit.checks.fsdp: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
+"""labkit_course.checks.fsdp: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
 
 import dataclasses
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 from fixture_long import long_but
 
 import labkit
-from labkit.checks import fsdp as checks
-from labkit.checks import fsdp_at_work as at_work
-from labkit.checks.fsdp_at_work import IDENTITY_HINT, tying_cases
 from labkit.parallel.units import modules_sharing_weights
 from labkit.theory import fsdp as theory
+from labkit_course.checks import fsdp as checks
+from labkit_course.checks import fsdp_at_work as at_work
+from labkit_course.checks.fsdp_at_work import IDENTITY_HINT, tying_cases
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 HEADS = {

@@ -1,4 +1,4 @@
-"""labkit.checks.judge: whatever an answer is and does, its check ends in a verdict."""
+"""labkit_course.checks.judge: whatever an answer is and does, its check ends in a verdict."""
 
 import errno
 import functools
@@ -16,7 +16,8 @@ import torch
 from IPython.core.autocall import ExitAutocall
 from matplotlib.colors import to_rgb
 
-from labkit.checks import (
+from labkit.runs.result import RunResult
+from labkit_course.checks import (
     collectives,
     collectives_at_work,
     ddp,
@@ -26,15 +27,14 @@ from labkit.checks import (
     failures,
     fsdp,
     fsdp_at_work,
+    hosts,
     judge,
+    simulation,
     spatial,
     spatial_at_work,
     two_dim,
     two_dim_at_work,
 )
-from labkit.runs.result import RunResult
-from labkit_cluster import checks as hosts
-from labkit_simulate import checks as simulation
 
 IMPORTS = "import sys\nimport torch\n\n\n"
 COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]

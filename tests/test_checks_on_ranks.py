@@ -1,4 +1,4 @@
-"""labkit.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
+"""labkit_course.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
 
 import contextlib
 import functools
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import labkit
-from labkit.checks import (
+from labkit.errors import LabError
+from labkit_course.checks import (
     collectives,
     extensions,
     extensions_at_work,
@@ -22,8 +23,7 @@ from labkit.checks import (
     two_dim,
     two_dim_at_work,
 )
-from labkit.checks.ranks import answer_program
-from labkit.errors import LabError
+from labkit_course.checks.ranks import answer_program
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
 ON_RANKS = {
@@ -233,7 +233,7 @@ STACKS = """Thread 0x00007f1 (most recent call first):
 
 Current thread 0x00007f2 (most recent call first):
 {inner}  File "{file}", line {line} in answer
-  File "/labkit/checks/ranks/spatial.py", line 33 in feed
+  File "/labkit_course/checks/ranks/spatial.py", line 33 in feed
 """
 BODY = "for handle in []:\n    handle.wait()\ntime.sleep(0)"
 

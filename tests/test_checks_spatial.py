@@ -1,4 +1,4 @@
-"""labkit.checks.spatial beyond the wrong answers of tests/answers: other right ones, waste, deadlocks and errors."""
+"""labkit_course.checks.spatial beyond tests/answers: other right answers, waste, deadlocks and errors."""
 
 import re
 import subprocess
@@ -10,8 +10,8 @@ import torch
 from answers import spatial, spatial_at_work
 from answers.spatial import HOME, OUT, PADDED, with_earlier_answers
 
-from labkit.checks import spatial as checks
-from labkit.checks import spatial_at_work as checks_at_work
+from labkit_course.checks import spatial as checks
+from labkit_course.checks import spatial_at_work as checks_at_work
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
 

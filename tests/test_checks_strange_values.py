@@ -7,7 +7,7 @@ import pytest
 import torch
 from answers.two_dim_at_work import COUNTED
 
-from labkit.checks import ddp, ddp_at_work, extensions, extensions_at_work, two_dim, two_dim_at_work
+from labkit_course.checks import ddp, ddp_at_work, extensions, extensions_at_work, two_dim, two_dim_at_work
 
 CHECKS = {
     extensions: ["held_bytes", "pays_below"],

@@ -1,4 +1,4 @@
-"""labkit.checks.two_dim beyond tests/answers: on launched ranks, other right answers, whatever else is handed over."""
+"""labkit_course.checks.two_dim beyond tests/answers: launched ranks, other right answers, whatever else is given."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import labkit
-from labkit.checks import two_dim as checks
-from labkit.checks import two_dim_at_work as at_work
 from labkit.parallel import small_tensor_parallel as ours
+from labkit_course.checks import two_dim as checks
+from labkit_course.checks import two_dim_at_work as at_work
 
 IMPORTS = (
     "import torch\nfrom torch import distributed as dist, nn\n"

@@ -1,10 +1,10 @@
-"""labkit.checks.claims: the learner's own numbers, and sentences held against what was measured."""
+"""labkit_course.checks.claims: the learner's own numbers, and sentences held against what was measured."""
 
 import pytest
 
-from labkit.checks import commit as commit_of_version_0_1
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.environment import ENV_STRICT_CLAIMS
+from labkit_course.checks import commit as commit_of_version_0_1
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 
 def test_the_name_of_version_0_1_still_imports():

@@ -14,10 +14,10 @@ import pytest
 from fixture_messages import words
 
 from labkit.__main__ import main
-from labkit.course import copies, jupyter, lab_catalog
-from labkit.course.merge import merge_notebooks
 from labkit.errors import LabError, ParameterError
 from labkit.runs.folder import workspace_folder
+from labkit_course import copies, jupyter, lab_catalog
+from labkit_course.merge import merge_notebooks
 from notebooks.tools import source
 
 VERSION_0_1_0 = Path(__file__).parent / "data" / "copies_0.1.0"
@@ -26,7 +26,7 @@ BEFORE = """\
 # # A lab
 
 # %%
-from labkit.checks import fsdp as checks
+from labkit_course.checks import fsdp as checks
 
 # %% [markdown]
 # Some words about sharding, which are not quite right yet.

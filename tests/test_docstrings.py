@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = [
     file
-    for folder in ("labkit", "labkit_simulate", "labkit_cluster", "launch")
+    for folder in ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch")
     for file in (ROOT / folder).rglob("*.py")
 ]
 

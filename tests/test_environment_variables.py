@@ -6,7 +6,7 @@ import re
 from labkit import environment
 
 NAME = re.compile(r"(?<![A-Z_])LABKIT_[A-Z_]+[A-Z]")
-CODE = ("labkit", "labkit_simulate", "labkit_cluster", "launch", "benchmarks", "notebooks/tools")
+CODE = ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch", "benchmarks", "notebooks/tools")
 TEXTS = ("Makefile", "*.md", "docs/*.md", "launch/cluster/*", "notebooks/src/*.py", "tests/**/*.py")
 KNOWN = {value for name, value in vars(environment).items() if name.startswith("ENV_")}
 

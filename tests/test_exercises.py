@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from answers import BEGIN, END, solution
 
-from labkit.course import lab_catalog
+from labkit_course import lab_catalog
 from notebooks.tools.source import without_solutions
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ from importlib import metadata
 import pytest
 
 from labkit.__main__ import main
-from labkit.course import exports, lab_catalog, verdict_store
-from labkit.course.verdict_store import ExerciseProgress
 from labkit.errors import LabError
+from labkit_course import exports, lab_catalog, verdict_store
+from labkit_course.verdict_store import ExerciseProgress
 
 NAMES = [each.name for each in lab_catalog.find_lab("fsdp").exercises]
 PASSED, WRONG = ExerciseProgress("passed", "2026-01-02", 1, "2026-01-02"), ExerciseProgress("wrong", "2026-01-02", 3)

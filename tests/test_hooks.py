@@ -67,7 +67,7 @@ def test_a_process_of_torchrun_has_its_index_as_rank_or_what_the_launcher_chose(
 
 def test_the_core_imports_the_simulator_only_when_it_is_asked_for():
     ask = (
-        "import sys, labkit, labkit.rank, labkit.plots, labkit.checks.fsdp, labkit.widgets\n"
+        "import sys, labkit, labkit.rank, labkit.plots, labkit_course.checks.fsdp, labkit_course.widgets\n"
         "assert 'labkit_simulate' not in sys.modules\n"
         "labkit.simulate, labkit.plan, labkit.SearchResult\n"
         "assert 'labkit_simulate' in sys.modules\n"

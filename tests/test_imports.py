@@ -11,13 +11,13 @@ from labkit.launcher import fork_server, torchrun
 
 PUBLIC = "__init__"
 JUPYTER = ("IPython", "ipywidgets", "ipykernel", "jupyter_client", "jupyterlab", "nbformat", "papermill", "nbval")
-PACKAGE = Path(__file__).resolve().parents[1] / "labkit"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def modules():
-    """Dotted names of all modules of labkit, such as ``models.convnext``."""
-    paths = [path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))]
-    return [".".join(parts[:-1] if parts[-1] == PUBLIC and len(parts) > 1 else parts) for parts in paths]
+    """Dotted names of all modules of the core and the course, such as ``labkit.models.convnext``."""
+    found = [path for package in ("labkit", "labkit_course") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(f".{PUBLIC}") for path in found]
 
 
 def fresh(code):
@@ -36,7 +36,7 @@ def test_importing_labkit_brings_neither_torch_nor_jupyter():
 
 
 def test_every_module_imports_without_any_jupyter_package():
-    names = [f"labkit.{name}".removesuffix(f".{PUBLIC}") for name in modules() if name != "launcher.magic"]
+    names = [name for name in modules() if name != "labkit.launcher.magic"]
     code = f"""
 import importlib, sys
 class Blocked:
@@ -76,7 +76,7 @@ def test_the_fork_server_imports_what_the_programs_of_launch_import():
 
 
 def test_what_the_documentation_imports_is_there():
-    root, found = PACKAGE.parent, []
+    root, found = ROOT, []
     for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
         for module, names in re.findall(r"from (labkit[\w.]*) import ([\w, ]+)", page.read_text()):
             for name in names.split(","):

@@ -4,7 +4,7 @@ import nbformat
 import pytest
 
 from labkit.__main__ import main
-from labkit.course import verdict_store
+from labkit_course import verdict_store
 
 RIGHT = """
 def fewest_ranks(parameters, largest_unit, memory_bytes):
@@ -19,7 +19,7 @@ def notebook(tmp_path):
 
     def write(answer, last="1 + 1"):
         cells = [
-            nbformat.v4.new_code_cell("from labkit.checks import fsdp as checks"),
+            nbformat.v4.new_code_cell("from labkit_course.checks import fsdp as checks"),
             nbformat.v4.new_code_cell(answer),
             nbformat.v4.new_code_cell("checks.fewest_ranks(fewest_ranks)"),
             nbformat.v4.new_code_cell(last),

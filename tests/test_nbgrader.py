@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from answers import solution
 
-from labkit.checks.judge import ENV_NBGRADER
+from labkit_course.checks.judge import ENV_NBGRADER
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import read_source
 

@@ -122,7 +122,7 @@ def test_same_source_same_bytes_and_ids_that_last(folder):
 
 EXERCISE = """\
 # %%
-from labkit_simulate import checks
+from labkit_course.checks import simulation as checks
 
 # %% [markdown]
 # ### Exercise 3: bytes on the wire (optional, ••, 6 minutes)

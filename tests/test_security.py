@@ -26,13 +26,13 @@ from fixture_users import NOBODY
 
 import labkit
 from labkit import compile_cache
-from labkit.course import jupyter, verdict_store
 from labkit.environment import ENV_NETWORK, ENV_QUEUE, ENV_RUN_FOLDER
 from labkit.errors import LabError, ParameterError, RankFailed
 from labkit.launcher import network_namespace, process, run_queue
 from labkit.launcher.run_queue import ResourceNeeds
 from labkit.runs import folder as folders
 from labkit.runs import private_files
+from labkit_course import jupyter, verdict_store
 
 ROOT = Path(labkit.__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -295,7 +295,11 @@ def test_processes_of_another_user_are_not_touched_whatever_they_say_they_are(an
 @functools.cache
 def calls():
     """Every call in labkit's own code: its file, the name that is called, and its named arguments."""
-    paths = [path for part in ("labkit", "launch", "notebooks", "benchmarks") for path in (ROOT / part).rglob("*.py")]
+    paths = [
+        path
+        for part in ("labkit", "labkit_course", "launch", "notebooks", "benchmarks")
+        for path in (ROOT / part).rglob("*.py")
+    ]
     return [
         (path.relative_to(ROOT).as_posix(), name_of(node.func), {each.arg: each.value for each in node.keywords})
         for path in paths

@@ -15,7 +15,7 @@ from labkit.torch_private import PRIVATE_NAMES, PrivateName
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [
     path
-    for folder in ("labkit", "labkit_simulate", "labkit_cluster", "launch")
+    for folder in ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path.name != "torch_private.py"
 ]

@@ -13,8 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import labkit
 from labkit import plots
-from labkit.checks.fsdp import gather_and_free as gather_check
-from labkit.checks.fsdp import replace_source_line
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
 from labkit.parallel import small_tensor_parallel
@@ -22,6 +20,8 @@ from labkit.parallel.halo import Strip, pad_with_halo
 from labkit.parallel.small_ddp import averaging_with, small_ddp
 from labkit.tensors import pad_rows
 from labkit.theory.ddp import chain_buckets
+from labkit_course.checks.fsdp import gather_and_free as gather_check
+from labkit_course.checks.fsdp import replace_source_line
 
 pytestmark = pytest.mark.alone  # 28 s; beside other launches, these collectives on four ranks took 156 s
 

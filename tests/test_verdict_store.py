@@ -10,16 +10,16 @@ import warnings
 import pytest
 
 from labkit.__main__ import main
-from labkit.checks import fsdp
-from labkit.checks.judge import ENV_NBGRADER, NotPassed
-from labkit.course import lab_catalog, verdict_store
-from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
 from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, ParameterError
-from labkit_simulate import checks as simulation_checks
+from labkit_course import lab_catalog, verdict_store
+from labkit_course.checks import fsdp
+from labkit_course.checks import simulation as simulation_checks
+from labkit_course.checks.judge import ENV_NBGRADER, NotPassed
+from labkit_course.verdict_store import ExerciseProgress, read_verdicts, so_far
 
 KERNEL = (
-    "from labkit.course.verdict_store import store_verdict, so_far; "
+    "from labkit_course.verdict_store import store_verdict, so_far; "
     "store_verdict('fsdp', 'fewest_ranks', {!r}); print(so_far('fsdp'))"
 )
 
@@ -138,7 +138,7 @@ def test_only_a_kernel_in_a_folder_of_copies_writes_there(tmp_path):
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from labkit.course.verdict_store import store_verdict, so_far
+from labkit_course.verdict_store import store_verdict, so_far
 
 so_far("fsdp")
 Path(sys.argv[1] + ".ready").touch()

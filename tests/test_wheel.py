@@ -24,7 +24,7 @@ SMALL = read_small_values("00_ranks")
 def installed(repository, tmp_path_factory):
     """The Python of an environment with this checkout's wheel, and the packages of this one but labkit."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("labkit", "labkit_simulate", "labkit_cluster", "launch", "notebooks"):
+    for name in ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch", "notebooks"):
         shutil.copytree(repository / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, folder / "source")

@@ -10,12 +10,12 @@ import pytest
 from nbconvert import HTMLExporter
 
 import labkit
-from labkit import widgets
 from labkit.environment import ENV_WIDGETS
 from labkit.errors import ParameterError
 from labkit.launcher import progress
-from labkit.widgets import explorer as module
-from labkit.widgets.explorer import Control, Explorer
+from labkit_course import widgets
+from labkit_course.widgets import explorer as module
+from labkit_course.widgets.explorer import Control, Explorer
 from notebooks.tools.build import FOLDER
 from notebooks.tools.execute import WIDGET_VIEW
 from notebooks.tools.source import find_labs

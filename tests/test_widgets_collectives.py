@@ -5,7 +5,7 @@ from fixture_explorers import drawn, held_against_time, one_moved, sentence
 from fixture_long import long_but
 
 from labkit.plots import style
-from labkit.widgets import RingExplorer
+from labkit_course.widgets import RingExplorer
 
 
 @pytest.mark.parametrize("chosen", one_moved(RingExplorer), ids=str)

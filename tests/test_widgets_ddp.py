@@ -4,7 +4,7 @@ import pytest
 from fixture_explorers import held_against_time, sentence
 from fixture_long import long_but
 
-from labkit.widgets import BucketExplorer
+from labkit_course.widgets import BucketExplorer
 
 EVERY = [(name, value) for name, control in BucketExplorer.controls.items() for _, value in control.options]
 

@@ -7,7 +7,7 @@ from fixture_explorers import default, drawn, launched, one_moved
 from labkit import tensors
 from labkit.models.tile_network import tile_network_weights
 from labkit.theory import extensions as theory
-from labkit.widgets import GatherExplorer
+from labkit_course.widgets import GatherExplorer
 
 START = default(GatherExplorer)
 MEASURED = {

@@ -7,7 +7,7 @@ from fixture_cells import run_cells
 from fixture_explorers import default, drawn, launched, one_moved
 
 from labkit.theory import fsdp as theory
-from labkit.widgets import WrappingExplorer
+from labkit_course.widgets import WrappingExplorer
 
 START = default(WrappingExplorer)
 MEASURED = {

@@ -12,10 +12,11 @@ from fixture_cells import run_cells
 from fixture_explorers import default
 from matplotlib.figure import Figure
 
-from labkit import local_ranks, widgets
+from labkit import local_ranks
 from labkit.models import photo
 from labkit.theory import placements as theory
-from labkit.widgets.spatial import PLACEMENT_NAMES
+from labkit_course import widgets
+from labkit_course.widgets.spatial import PLACEMENT_NAMES
 
 EXPLORERS = {"placement": widgets.PlacementExplorer, "spatial": widgets.SpatialExplorer}
 MOVES = [

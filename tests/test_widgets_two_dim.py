@@ -6,8 +6,8 @@ from fixture_long import long_but
 
 from labkit import requirements
 from labkit.theory import two_dim as theory
-from labkit.widgets import TwoAxesExplorer, two_axes
-from labkit.widgets import explorer as explorer_module
+from labkit_course.widgets import TwoAxesExplorer, two_axes
+from labkit_course.widgets import explorer as explorer_module
 
 EVERY = [(name, value) for name, control in TwoAxesExplorer.controls.items() for _, value in control.options]
 TOO_LONG = {("tp", 16): "take tp 1 or 2 or 4 or 8", ("ranks", 2): "take tp 1 or 2"}

@@ -353,7 +353,7 @@ def find_program(program: str | Path) -> tuple[Path, str]:
         path = Path(os.path.expanduser(program)).resolve()
         if not os.path.isfile(path):
             raise ParameterError(f"there is no program {str(path)[:MAX_SHOWN_CHARACTERS]}")
-        ours = path.parent == ROOT / "launch" or path.is_relative_to(ROOT / "labkit")
+        ours = path.parent == ROOT / "launch" or _is_in_labkit(path)
         return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
@@ -361,6 +361,14 @@ def find_program(program: str | Path) -> tuple[Path, str]:
         name = str(program)[:MAX_SHOWN_CHARACTERS]
         raise ParameterError(f"no program is called {name!r}. {fix}")
     return found[str(program)], f"launch.{program}"
+
+
+def _is_in_labkit(path: Path) -> bool:
+    """Tell whether a file is a module of labkit or of a package beside it."""
+    if not path.is_relative_to(ROOT):
+        return False
+    package, *inside = path.relative_to(ROOT).parts
+    return package.startswith("labkit") and bool(inside)
 
 
 def resolve_params(

@@ -23,12 +23,13 @@ from torch import distributed as dist
 from torch import nn
 
 import labkit
-from labkit import doctor, plots, widgets
-from labkit.checks import collectives as checks
-from labkit.checks.claims import claim, commit, prediction_text
+from labkit import doctor, plots
 from labkit.config import require
 from labkit.plots.collectives import fastest_all_reduce_times
 from labkit.theory import collectives as theory
+from labkit_course import widgets
+from labkit_course.checks import collectives as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="0")
 
@@ -809,6 +810,6 @@ claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_3
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("collectives")

@@ -21,11 +21,11 @@ from torch import distributed as dist
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import collectives_at_work as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.plots.collectives import all_reduce_rounds, fastest_all_reduce_times
 from labkit.theory import collectives as theory
+from labkit_course.checks import collectives_at_work as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="0b")
 
@@ -477,6 +477,6 @@ claim("656 over eight cards", round(by_theory["64 GPUs, cards of 50 GB/s"] / 8) 
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("collectives_at_work")

@@ -24,13 +24,13 @@ from torch import distributed as dist
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import spatial as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.models import photo
 from labkit.parallel.halo import pad_columns as labkits_exchange
 from labkit.parallel.halo import swap_columns
 from labkit.theory import emulated_steps, sizes, spatial
+from labkit_course.checks import spatial as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="1")
 
@@ -757,6 +757,6 @@ claim("where each rank can have an image of its own, that is faster", rival < 0.
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("spatial")

@@ -18,13 +18,14 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import labkit
-from labkit import doctor, plots, requirements, widgets
-from labkit.checks import spatial_at_work as checks
-from labkit.checks.claims import claim, commit
+from labkit import doctor, plots, requirements
 from labkit.config import require
 from labkit.local_ranks import shards_by_rank
 from labkit.parallel.halo import Strip, pad_with_halo
 from labkit.theory import spatial
+from labkit_course import widgets
+from labkit_course.checks import spatial_at_work as checks
+from labkit_course.checks.claims import claim, commit
 
 doctor.show(lab="1b")
 
@@ -582,6 +583,6 @@ claim("the same addition costs more than three times as much on a DTensor", cost
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("spatial_at_work")

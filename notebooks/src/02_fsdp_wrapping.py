@@ -21,12 +21,12 @@ from torch import nn
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import fsdp as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.parallel import small_fsdp as labkits
 from labkit.theory import emulated_steps
 from labkit.theory import fsdp as theory
+from labkit_course.checks import fsdp as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="2")
 
@@ -756,6 +756,6 @@ claim("steps take a little longer than in theory", min(longer) > 1 and max(longe
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("fsdp")

@@ -17,11 +17,12 @@ from torch import distributed as dist
 from torch import nn
 
 import labkit
-from labkit import doctor, plots, widgets
-from labkit.checks import fsdp_at_work as checks
-from labkit.checks.claims import claim, commit, prediction_text
+from labkit import doctor, plots
 from labkit.config import require
 from labkit.theory import fsdp as theory
+from labkit_course import widgets
+from labkit_course.checks import fsdp_at_work as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="2b")
 
@@ -608,6 +609,6 @@ checks.expert_gradients(average_gradients)
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("fsdp_at_work")

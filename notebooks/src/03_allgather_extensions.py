@@ -20,12 +20,12 @@ from matplotlib import pyplot
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import extensions as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.tensors import EXTENSIONS, add_codec_hooks, pad_rows, refill
 from labkit.theory import emulated_steps
 from labkit.theory import extensions as theory
+from labkit_course.checks import extensions as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="3")
 
@@ -729,6 +729,6 @@ claim("it saves nearly half", 0.4 < 1 - (two_gathers_s[1] / 2 + gpu_coding_s) / 
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("extensions")

@@ -18,12 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 import labkit
-from labkit import doctor, plots, tensors, widgets
-from labkit.checks import extensions_at_work as checks
-from labkit.checks.claims import claim, commit, prediction_text
+from labkit import doctor, plots, tensors
 from labkit.config import require
 from labkit.tensors import pad_rows, refill
 from labkit.theory import extensions as theory
+from labkit_course import widgets
+from labkit_course.checks import extensions_at_work as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="3b")
 
@@ -485,6 +486,6 @@ checks.four_bit_gather(encode_4bit, decode_4bit)
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("extensions_at_work")

@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import ddp as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.parallel import small_ddp as labkits
 from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
 from labkit.theory import emulated_steps
+from labkit_course.checks import ddp as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="4")
 
@@ -840,6 +840,6 @@ claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exp
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("ddp")

@@ -22,12 +22,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import labkit
-from labkit import doctor, inductor, plots, widgets
-from labkit.checks import ddp_at_work as checks
-from labkit.checks.claims import claim, commit, prediction_text
+from labkit import doctor, inductor, plots
 from labkit.config import require
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
+from labkit_course import widgets
+from labkit_course.checks import ddp_at_work as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="4b")
 
@@ -578,6 +579,6 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=64, case="cpu_no_sync").verdi
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("ddp_at_work")

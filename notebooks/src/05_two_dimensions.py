@@ -26,15 +26,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import linear, relu
 
 import labkit
-from labkit import doctor, plots, widgets
-from labkit.checks import two_dim as checks
-from labkit.checks.claims import claim, commit, prediction_text
+from labkit import doctor, plots
 from labkit.config import require
 from labkit.models.blocks import TransformerBlock
 from labkit.parallel import small_tensor_parallel as ours
 from labkit.parallel.tensor_parallel import transformer_plan
 from labkit.theory import emulated_steps
 from labkit.theory import two_dim as theory
+from labkit_course import widgets
+from labkit_course.checks import two_dim as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="5")
 
@@ -752,6 +753,6 @@ claim("which is more than tp costs", slow_cards[1]["data"] - slow_cards[4]["data
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("two_dim")

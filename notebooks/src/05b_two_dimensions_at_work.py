@@ -20,11 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import two_dim_at_work as checks
-from labkit.checks.claims import claim, commit, prediction_text
 from labkit.config import require
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
+from labkit_course.checks import two_dim_at_work as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
 
 doctor.show(lab="5b")
 
@@ -507,6 +507,6 @@ pandas.DataFrame.from_dict(states, orient="index").rename(index={"ddp_tp": "DDP 
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("two_dim_at_work")

@@ -31,10 +31,11 @@ import pandas
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.theory.collectives import AlphaBeta
-from labkit_simulate import checks
+from labkit_course.checks import simulation as checks
+from labkit_course.checks.claims import claim, commit
+from labkit_course.plan_explorer import CandidateExplorer
 from labkit_simulate import plots as simulate_plots
 from labkit_simulate.block_memory import peak_phase_and_block
 from labkit_simulate.estimate import estimate_rank_step, read_events
@@ -43,7 +44,6 @@ from labkit_simulate.memory_fit import memory_fit
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_70B, TrainingSetup
-from labkit_simulate.widgets import CandidateExplorer
 
 doctor.show()
 
@@ -865,7 +865,7 @@ claim("nearly the same bytes leave a host", abs(leaving[1] / leaving[0] - 1) < 0
 CandidateExplorer()
 
 # %% tags=["claim"]
-from labkit_simulate.widgets import load_default_search as larger_plan
+from labkit_course.plan_explorer import load_default_search as larger_plan
 
 best = {}
 for budget in (80, 24, 16):
@@ -1401,6 +1401,6 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("simulation")

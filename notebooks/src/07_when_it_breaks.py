@@ -34,11 +34,11 @@ from torch import nn
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import failures as checks
-from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.parallel import failures
 from labkit.theory import failures as theory
+from labkit_course.checks import failures as checks
+from labkit_course.checks.claims import claim, commit
 
 doctor.show()
 
@@ -1701,6 +1701,6 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("failures")

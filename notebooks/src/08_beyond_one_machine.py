@@ -40,14 +40,15 @@ from IPython.display import Markdown
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks.claims import claim, commit
 from labkit.config import require
 from labkit.errors import HostLost, NotAllHosts
 from labkit.runs import history
 from labkit.runs.folder import ROOT
 from labkit.theory import fsdp as fsdp_theory
-from labkit_cluster import checks, theory
+from labkit_cluster import theory
 from labkit_cluster.local_hosts import start_local_hosts
+from labkit_course.checks import hosts as checks
+from labkit_course.checks.claims import claim, commit
 
 doctor.show()
 
@@ -954,7 +955,7 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # ### What you have passed
 
 # %%
-from labkit.course.verdict_store import so_far
+from labkit_course.verdict_store import so_far
 
 so_far("hosts")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.checks.judge import Verdict
+from labkit_course.checks.judge import Verdict
 
 
 @dataclass(frozen=True)

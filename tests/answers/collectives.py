@@ -1,7 +1,7 @@
 """Lab 0."""
 
 from answers import Exercise
-from labkit.checks import collectives as checks
+from labkit_course.checks import collectives as checks
 
 RING = """
 parts = list(mine.clone().tensor_split(ranks))

@@ -1,7 +1,7 @@
 """Lab 0b."""
 
 from answers import Exercise
-from labkit.checks import collectives_at_work as checks
+from labkit_course.checks import collectives_at_work as checks
 
 EXERCISES = [
     Exercise(

@@ -4,7 +4,7 @@ import functools
 
 import answers
 from answers import Exercise
-from labkit.checks import ddp as checks
+from labkit_course.checks import ddp as checks
 
 changed = functools.partial(answers.changed, "04")
 PLAN = "bucket_plan"

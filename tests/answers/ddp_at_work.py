@@ -4,7 +4,7 @@ import functools
 
 import answers
 from answers import Exercise
-from labkit.checks import ddp_at_work as checks
+from labkit_course.checks import ddp_at_work as checks
 
 changed = functools.partial(answers.changed, "04b")
 THREE = "right on 2 ranks, but with 3 ranks: on rank 0, "

@@ -3,7 +3,7 @@
 import torch
 
 from answers import Exercise, changed
-from labkit.checks import extensions as checks
+from labkit_course.checks import extensions as checks
 
 ROWS = """
 scales = shard.abs().amax(dim=1, keepdim=True){least} / {largest}

@@ -1,7 +1,7 @@
 """Lab 3b."""
 
 from answers import Exercise
-from labkit.checks import extensions_at_work as checks
+from labkit_course.checks import extensions_at_work as checks
 
 WRAP = "torch.Tensor._make_wrapper_subclass(cls, a.shape, strides=a.stride(), dtype=a.dtype, device=a.device)"
 NEW = """

@@ -1,7 +1,7 @@
 """Lab 7."""
 
 from answers import Exercise
-from labkit.checks import failures as checks
+from labkit_course.checks import failures as checks
 
 LIMIT = """
 limit = torch.tensor(batches)

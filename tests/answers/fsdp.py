@@ -9,8 +9,8 @@ import pandas
 import answers
 import labkit
 from answers import Exercise
-from labkit.checks import fsdp as checks
 from labkit.theory import fsdp as theory
+from labkit_course.checks import fsdp as checks
 
 changed = functools.partial(answers.changed, "02")
 

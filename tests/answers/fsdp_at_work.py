@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import answers
 from answers import Exercise
-from labkit.checks import fsdp_at_work as checks
+from labkit_course.checks import fsdp_at_work as checks
 
 changed = functools.partial(answers.changed, "02b")
 

@@ -1,7 +1,7 @@
 """Lab 8."""
 
 from answers import Exercise
-from labkit_cluster import checks
+from labkit_course.checks import hosts as checks
 
 NEWEST = """
 found = [path for path in folder.glob("step_*"){complete}]

@@ -1,7 +1,7 @@
 """Lab 6."""
 
 from answers import Exercise, changed
-from labkit_simulate import checks
+from labkit_course.checks import simulation as checks
 
 HOSTS = "fewest_hosts(shared_bytes={}, own_bytes={}, budget_bytes={}) gave {}"
 RING = (

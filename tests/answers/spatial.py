@@ -1,7 +1,7 @@
 """Lab 1."""
 
 from answers import Exercise
-from labkit.checks import spatial as checks
+from labkit_course.checks import spatial as checks
 from launch import convnext_spatial
 
 TRADE = """

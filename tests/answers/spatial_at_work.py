@@ -2,7 +2,7 @@
 
 from answers import Exercise, changed
 from answers.spatial import OUT, PADDED, TO_ALL
-from labkit.checks import spatial_at_work as checks
+from labkit_course.checks import spatial_at_work as checks
 
 DIST = "from torch import distributed as dist\n"
 TIME = "strip_step_s(plain_s=1.0, ranks={}, messages={}, message_bytes={}, alpha_s={}, beta_s_per_byte={}) gave "

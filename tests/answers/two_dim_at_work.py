@@ -8,8 +8,8 @@ import pandas
 import answers
 from answers import Exercise
 from answers.two_dim import WHOLE, plan
-from labkit.checks import two_dim_at_work as checks
 from labkit.theory import two_dim as theory
+from labkit_course.checks import two_dim_at_work as checks
 
 changed = functools.partial(answers.changed, "05b")
 COUNTS = theory.step_collectives_by_axis(theory.mlp_pairs(64), 192, data=2, tp=2)

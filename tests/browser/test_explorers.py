@@ -12,7 +12,7 @@ from fixture_long import long_but
 from fixture_processes import is_alive, wait_for
 from playwright.sync_api import TimeoutError
 
-from labkit import widgets
+from labkit_course import widgets
 
 pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.timeout(180)]
 LONG_MS = 60_000
@@ -56,7 +56,7 @@ output => new Promise(done => {
 @pytest.fixture(scope="module")
 def page(lab, open_notebook, run_all):
     """A notebook with a cell for each explorer, all executed."""
-    sources = ["from labkit import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
+    sources = ["from labkit_course import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
     contents = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
     contents.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(contents, lab.folder / "explorers.ipynb")

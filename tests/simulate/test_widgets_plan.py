@@ -10,8 +10,8 @@ from fixture_time import within
 
 import labkit
 from labkit.plots import style
-from labkit.widgets import explorer as explorer_module
-from labkit_simulate.widgets import CandidateExplorer
+from labkit_course.plan_explorer import CandidateExplorer
+from labkit_course.widgets import explorer as explorer_module
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 256, "samples": 16, "precision": "bf16", "hybrid": None, "tp": 1}
 

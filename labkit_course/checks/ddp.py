@@ -1,0 +1,314 @@
+"""Checks of lab 4, DDP with the compiler."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.buckets import assign_buckets
+from labkit.theory import ddp as theory
+from labkit_course.checks import judge
+from labkit_course.checks.judge import Verdict, exercise
+from labkit_course.checks.on_ranks import judge_on_ranks
+from labkit_course.checks.ranks import ddp as ranks_ddp
+from labkit_course.checks.traffic import expect_traffic
+
+# Numbers of ranks on which an answer has to be right.
+SIZES = 2, 3
+SIZES_TEXT = "2 and 3"
+MIB = 2**20
+WAIT_HINT = "does every rank call the same collectives, in the same order?"
+on_ranks = partial(judge_on_ranks, "ddp", sizes=SIZES, waiting=WAIT_HINT, name_rank=True)
+SENDS = "the gradients are right, but the rank sends"
+ORDER_HINT = "Wait for the bucket before you read it; cut it in the order of filling."
+
+
+def _as_floats(found: Any, count: int, asked: str, hint: str) -> list[float]:
+    try:
+        numbers = [float(each) for each in found]
+    except Exception:
+        # Even float() refuses an integer of hundreds of digits.
+        numbers = []
+    said = f"{asked} gave {judge.value_text(found)}, not a list of {count} numbers"
+    judge.expect(len(numbers) == count, said, hint=hint)
+    return numbers
+
+
+@exercise
+def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
+    """Exercise 1: positions of the gradients by bucket, from (sizes, bucket_bytes)."""
+    closes = "A bucket closes once it holds its size, with the gradient that took it there inside."
+    cases: list[tuple[list[int], int, str]] = [
+        ([4], 10, "What is left when the backward pass ends is a bucket too."),
+        ([4, 4, 4, 4], 8, f"{closes} The next one starts from 0."),
+        ([2, 3, 2, 3], 5, closes),
+        ([2, 5, 5], 5, closes),
+        ([1, 9, 1, 9, 1], 10, closes),
+        ([12, 3, 12], 10, "A gradient that is larger than the size fills a bucket by itself."),
+        ([8000, 16_000_000] * 4, 25 * MIB, closes),
+    ]
+    for sizes, bucket_bytes, hint in cases:
+        asked = f"{judge.answer_name(answer)}({sizes}, bucket_bytes={bucket_bytes})"
+        # A copy, because the answer may change its list.
+        found = judge.call_answer(answer, [*sizes], bucket_bytes, in_words=asked)
+        right = assign_buckets(sizes, bucket_bytes)
+        _expect_bucket_form(found, asked, sizes)
+        judge.expect(found == right, f"{asked} gave {judge.value_text(found)}", right, hint)
+    return judge.passing_verdict(f"{len(cases)} lists of gradients agree")
+
+
+def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
+    """Expect a list of lists that holds each position once, in order."""
+    said = f"{asked} gave {judge.value_text(found)}:"
+    # A list of another class may raise whatever is done with it.
+    is_list = type(found) is list and all(type(bucket) is list for bucket in found)
+    flat: list[Any] = [*chain(*found)] if is_list else [None]
+    are_whole = all(isinstance(position, Integral) for position in flat)
+    hint = "A bucket is a list of positions, as enumerate(sizes) gives them; return all in a list."
+    judge.expect(are_whole, f"{said} no list of lists of whole numbers", hint=hint)
+    are_complete = sorted(flat) == [*range(len(sizes))]
+    problem = f"{said} each of {len(sizes)} positions must be in one bucket"
+    judge.expect(are_complete, problem, hint="Append positions, not sizes; lose none.")
+    hint = "A gradient would wait for one that is ready later."
+    judge.expect(flat == sorted(flat), f"{said} the order changed", hint=hint)
+    hint = "It would be a message without bytes. Open a bucket when a gradient needs it."
+    judge.expect(all(found), f"{said} a bucket is empty", hint=hint)
+
+
+@exercise
+def average_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 2: wait for buckets, and leave the means in the gradients, on real ranks."""
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        own = [device_gradients([(rank, 0)]) for rank in range(ranks)]
+        hint = "handle.wait() first: until then the row has this rank's own gradients."
+        judge_gradients(sent["gradients"], own, index, own_hint=hint)
+        said = f"the gradients are right, but {sent['waits']} of {sent['buckets']} buckets were"
+        hint = "They had arrived by luck. Wait for the handle of each bucket."
+        judge.expect(sent["waits"] >= sent["buckets"], f"{said} waited for", hint=hint)
+        hint = "The all-reduces are on their way already."
+        expect_traffic(sent["sent"], {}, SENDS, hint)
+
+    hints = {
+        "assign a gradient of size": "Give each piece its own shape back: piece.view_as(parameter)."
+    }
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="average")
+    return judge.passing_verdict(f"the means of {SIZES_TEXT} ranks are in the gradients")
+
+
+@exercise
+def send_full_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 3: send each bucket once it is full, and finish at the end, on real ranks."""
+    sizes = [each.nbytes for each in ranks_ddp.parameters_in_order()]
+    buckets = [sum(sizes[place] for place in bucket) for bucket in ranks_ddp.bucket_places()]
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        for step, passage in enumerate(sent["passes"]):
+            where = f"in the {('first', 'second')[step]} backward pass,"
+            seen = passage["seen"]
+            asked = [int(event.split()[1]) for event in seen if event.startswith("asked")]
+            # Wrong buckets would explain whatever else is wrong, so they come first.
+            _judge_all_reduces(where, asked, sizes, buckets)
+            _judge_finish(where, seen, len(buckets))
+            own = [device_gradients([(rank, step)]) for rank in range(ranks)]
+            judge_gradients(passage["gradients"], own, index, where=f"{where} ")
+            # Right gradients may still have been sent late, or waited for too early.
+            last = len(seen) - 1 - seen[::-1].index("gradient")
+            # The last gradient completes the last bucket; the first bucket can leave before it.
+            hint = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
+            said = f"{where} the first bucket left after the last gradient was there"
+            overlap = any(event.startswith("asked") for event in seen[:last])
+            judge.expect(overlap, said, hint=hint)
+            early = seen.index("waited") if "waited" in seen[:last] else last
+            left = seen[early:].count("gradient")
+            said = f"{where} the rank waited while {left} gradients were still to come"
+            hint = "Ask with async_op=True, keep the handle, and leave the waiting to finish."
+            judge.expect(early == last, said, hint=hint)
+            said, hint = f"{where} all is right, but the rank sends", "The all-reduces are enough."
+            right = {"all_reduce": [len(buckets), sum(buckets)]}
+            expect_traffic(passage["sent"], right, said, hint)
+
+    hints = {
+        "'NoneType' object has no attribute 'flatten'": (
+            "A row was made of gradients that are not there yet. Does each hook count down the "
+            "bucket of its own parameter? A lambda in a loop needs index=index."
+        )
+    }
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="send")
+    passed = f"{len(buckets)} buckets leave while gradients are still to come"
+    return judge.passing_verdict(f"on {SIZES_TEXT} ranks {passed}, in each of two passes")
+
+
+def _judge_finish(where: str, seen: Sequence[str], buckets: int) -> None:
+    """Expect one call of ``finish`` with all buckets, once the last gradient is there."""
+    finished = [int(event.split()[1]) for event in seen if event.startswith("finish")]
+    hint = "When no bucket misses a gradient any more, call finish(in_flight)."
+    judge.expect(bool(finished), f"{where} finish was never called", hint=hint)
+    said = f"{where} finish was called {len(finished)} times"
+    judge.expect(len(finished) == 1, said, "once", "Call it at the last gradient of all.")
+    said, hint = f"{where} finish got {finished[0]} buckets", "After finish, empty the list."
+    judge.expect(finished[0] == buckets, said, f"{buckets} buckets", hint)
+
+
+def _judge_all_reduces(where: str, asked: list[int], sizes: list[int], buckets: list[int]) -> None:
+    """Expect all-reduces of these buckets."""
+    said = f"all-reduces of {', '.join(map(str, asked))} bytes were asked for"
+    hint = "The row of a bucket holds the gradients of its parameters, one after another."
+    if not asked:
+        said = "no all-reduce was asked for"
+        hint = "Register a hook with every parameter, and reset the counts after each pass."
+    elif len(asked) == len(sizes):
+        said = "each gradient had an all-reduce of its own"
+        hint = "Count the gradients of a bucket that are still missing; ask when none is."
+    elif asked == [sum(sizes)]:
+        said, hint = "one all-reduce carried all gradients", "Each bucket has a row of its own."
+    elif len(asked) < len(buckets):
+        hint = "A bucket never filled. Does each hook count down the bucket of its own parameter?"
+    elif asked[: len(buckets)] == buckets:
+        hint = "After a backward pass, reset the counts of missing gradients."
+    elif asked == [2 * size for size in buckets]:
+        hint = "Send the gradients as they are: float32 has 4 bytes a number."
+    expected = f"{len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
+    judge.expect(asked == buckets, f"{where} {said}", expected, hint)
+
+
+def judge_gradients(
+    got: Sequence[Tensor | None],
+    own: Sequence[Tensor],
+    index: int,
+    more: Mapping[str, tuple[Tensor, str]] | None = None,
+    where: str = "",
+    own_hint: str = ORDER_HINT,
+    *,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+) -> None:
+    """Expect the mean of the ranks' ``own`` gradients on rank ``index``.
+
+    Gradients are vectors of all parameters; ``more`` holds other likely ones than those of a wrong
+    division, each with a hint.
+    """
+    ranks, right = len(own), torch.stack([*own]).mean(0)
+    divide = "An all-reduce adds up. The mean is the sum, divided by the ranks, once."
+    count = "Divide by dist.get_world_size()."
+    likely = {
+        **(more or {}),
+        "the sum over the ranks": (ranks * right, divide),
+        "the sum, divided twice": (right / ranks, divide),
+        "this rank's own": (own[index], own_hint),
+        "this rank's own, divided": (own[index] / ranks, own_hint),
+        "the sum, divided by 2": (ranks * right / 2, count),
+    }
+    how: dict[str, Any] = {"hint": ORDER_HINT, "rtol": rtol, "atol": atol}
+    start = 0
+    for place, parameter in enumerate(ranks_ddp.make_linear_model().parameters()):
+        gradient, name = got[place], f"{where}the gradient of parameter {place}"
+        if gradient is None:
+            raise judge.WrongAnswer(f"{name} is None", hint="Leave the mean in parameter.grad.")
+        shape, right_shape = (*gradient.shape,), (*parameter.shape,)
+        hint = "Give each piece its own shape back."
+        judge.expect(shape == right_shape, f"{name} has shape {shape}", right_shape, hint)
+        part = slice(start, start + parameter.numel())
+        mistakes = {words: (wrong[part], hint) for words, (wrong, hint) in likely.items()}
+        flat, said, other = gradient.flatten(), f"{name} is", "not one device's"
+        judge.expect_close(flat, right[part], said, mistakes, otherwise=other, **how)
+        start += parameter.numel()
+
+
+def device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
+    """Return one device's gradients of the mean loss over batches, given by rank and step."""
+    model = ranks_ddp.make_linear_model()
+    losses = [ranks_ddp.mean_squared_error(model, *ranks_ddp.step_batch(*each)) for each in batches]
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), [*model.parameters()])
+    return nn.utils.parameters_to_vector(gradients)
+
+
+@exercise
+def arrivals(answer: Callable[..., list[float]]) -> Verdict:
+    """Exercise 4: when each bucket has arrived, one at a time and in order, from (ready, takes)."""
+    idle = "A bucket starts when it is ready, if nothing else is on its way."
+    busy = "A bucket starts when the one before has arrived, if that is later than it is ready."
+    order = "Buckets leave in order: one that is ready early waits for a late one before it."
+    cases = [
+        ([2.0], [3.0], idle),
+        ([1.0, 8.0], [2.0, 2.0], idle),
+        ([1.0, 2.0, 3.0], [4.0, 4.0, 4.0], busy),
+        ([9.0, 2.0, 4.0], [1.0, 1.0, 1.0], order),
+        ([1.0, 2.0, 20.0, 4.0], [3.0, 3.0, 1.0, 2.0], order),
+    ]
+    for ready, takes, hint in cases:
+        asked = f"{judge.answer_name(answer)}({ready}, {takes})"
+        found = judge.call_answer(answer, [*ready], [*takes], in_words=asked)
+        given = _as_floats(found, len(ready), asked, "One number a bucket.")
+        right = theory.arrivals(ready, takes)
+        judge.expect(given == right, f"{asked} gave {judge.value_text(found)}", right, hint)
+    return judge.passing_verdict(f"{len(cases)} backward passes agree")
+
+
+@exercise
+def bucket_times(answer: Callable[..., tuple[list[float], list[float]]]) -> Verdict:
+    """Exercise 5: when each bucket is full and how long it travels, see ``theory.bucket_times``."""
+    cases: list[tuple[list[list[int]], list[float], list[float], float, float]] = [
+        ([[0]], [100], [2], 3, 0.25),
+        ([[0, 1], [2]], [100, 200, 300], [2, 4, 8], 3, 0.25),
+        ([[0], [1, 2, 3]], [40, 10, 20, 30], [1, 2, 3, 4], 5, 0.5),
+    ]
+    for buckets, sizes, ready, alpha, beta in cases:
+        named = f"{sizes}, {ready}, alpha={alpha}, beta={beta}"
+        asked = f"{judge.answer_name(answer)}({buckets}, {named})"
+        copies = [[*each] for each in buckets], [*sizes], [*ready]
+        found = judge.call_answer(answer, *copies, alpha, beta, in_words=asked)
+        is_pair = isinstance(found, tuple | list) and len(found) == 2
+        hint = "Return both lists: when each bucket is full, and how long it travels."
+        said = f"{asked} gave {judge.value_text(found)}, not two lists"
+        judge.expect(is_pair, said, hint=hint)
+        full, takes = (_as_floats(each, len(buckets), asked, hint) for each in found)
+        right_full, right_takes = theory.bucket_times(buckets, sizes, ready, alpha, beta)
+        said = f"{asked}: the buckets are full at {judge.value_text(full)}"
+        hint = "A bucket is full when its last gradient is there."
+        judge.expect(judge.is_close(full, [*map(float, right_full)]), said, right_full, hint)
+        held = [sum(sizes[place] for place in bucket) for bucket in buckets]
+        likely = {
+            "without their latency": [beta * size for size in held],
+            "with a latency for each gradient": [
+                alpha * len(bucket) + beta * size
+                for bucket, size in zip(buckets, held, strict=True)
+            ],
+        }
+        said = f"{asked}: the buckets travel {judge.value_text(takes)},"
+        hint = "One message for each bucket: alpha, and beta for each of its bytes."
+        judge.expect_close(takes, right_takes, said, likely, "which is wrong", right_takes, hint)
+    return judge.passing_verdict(f"{len(cases)} backward passes agree")
+
+
+@exercise
+def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 6: gradients of micro-batches, averaged over the ranks once, on real ranks."""
+    alone, add = "that of the last micro-batch alone", "Gradients add up; the loss is a mean."
+    every = "Every micro-batch needs a backward pass; zero no gradient between."
+    inside = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        count = ranks_ddp.micro_batches(ranks)
+        own = [device_gradients([(each, step) for step in range(count)]) for each in range(ranks)]
+        last = device_gradients([(each, count - 1) for each in range(ranks)])
+        calls, _ = sent["sent"].get("all_reduce", (0, 0))
+        said = {0: "nothing was sent", count: "every backward pass sent its gradients"}
+        seen = said.get(calls, f"{calls} all-reduces were sent")
+        judge.expect(calls == 1, seen, "1 all-reduce", inside)
+        likely = {
+            f"{count} times too large": (count * torch.stack(own).mean(0), add),
+            alone: (last, every),
+            f"{alone}, divided": (last / count, every),
+        }
+        judge_gradients(sent["gradients"], own, index, likely)
+        once = {"all_reduce": [1, last.nbytes]}
+        expect_traffic(sent["sent"], once, SENDS, "DDP's own all-reduce is enough.")
+
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="accumulate")
+    whose = "of one device with all micro-batches"
+    return judge.passing_verdict(f"the gradients {whose}, sent once, on {SIZES_TEXT} ranks")
