@@ -59,6 +59,12 @@ class ReplicatedSetup:
     zero: int = 1
     tied: bool = False
 
+    def __post_init__(self) -> None:
+        # FSDP gathers and reduces in every micro batch, whose overlap the formula does not have.
+        if self.zero == 3 and self.accumulate > 1:
+            what = f"zero = 3 with accumulate = {self.accumulate} is not estimated"
+            raise ValueError(f"{what}: take one micro batch, or zero = 1")
+
     @property
     def ranks(self) -> int:
         """Number of ranks."""

@@ -111,3 +111,9 @@ def test_replicas_sum_gradients_and_parts_of_a_model_sum_activations():
     sums = (4 * 32 + 2) * hosts.links.collective_s("all_reduce", 2 * 2048 * 4096, 8)
     assert parts.exposed_s == pytest.approx(sums, rel=1e-9)
     assert parts.step_s - parts.exposed_s < 0.2 * alone.step_s
+
+
+def test_zero_3_with_several_micro_batches_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="zero = 3 with accumulate = 2 .* take one micro batch, or zero = 1"):
+        ReplicatedSetup(LLAMA_3_8B, 1, 2048, 8, accumulate=2, zero=3)
+    ReplicatedSetup(LLAMA_3_8B, 1, 2048, 8, accumulate=2, zero=1)
