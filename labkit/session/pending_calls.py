@@ -58,4 +58,5 @@ def _describe(entry: dict[str, Any]) -> str:
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     group = entry["process_group"][-1]
     name = entry["profiling_name"]
-    return f"{PENDING_WORDS} {name} of {sizes}, call {number} of {group}, {called_s:.1f} s ago"
+    of_sizes = f" of {sizes}" if sizes else ""  # a barrier brings no tensor
+    return f"{PENDING_WORDS} {name}{of_sizes}, call {number} of {group}, {called_s:.1f} s ago"
