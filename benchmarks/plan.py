@@ -1,7 +1,7 @@
 """How long does it take to find out how 7 billion parameters are best trained?
 
     python benchmarks/plan.py                                # two cores, and nothing beside it
-    python benchmarks/plan.py --keep labkit_simulate/plans   # and keep it, as what the explorer begins with
+    python benchmarks/plan.py --keep labkit_course/plans   # and keep it, as what the explorer begins with
 
 All ways to train Llama 2 7B on 16 and on 64 GPUs, cut by tensor parallelism, hybrid sharding and three ways of
 checkpointing, are simulated; those that the program refuses cost nothing. Prints the table, and last one JSON object.

@@ -3,12 +3,7 @@
 import pytest
 
 from labkit.environment import ENV_STRICT_CLAIMS
-from labkit_course.checks import commit as commit_of_version_0_1
 from labkit_course.checks.claims import claim, commit, prediction_text
-
-
-def test_the_name_of_version_0_1_still_imports():
-    assert commit_of_version_0_1.claim is claim and commit_of_version_0_1.commit is commit
 
 
 def empty(rows):
