@@ -114,6 +114,6 @@ def test_replicas_sum_gradients_and_parts_of_a_model_sum_activations():
 
 
 def test_zero_3_with_several_micro_batches_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="zero = 3 with accumulate = 2 .* take one micro batch, or zero = 1"):
+    with pytest.raises(ValueError, match=r"zero = 3 with accumulate = 2 .* take one micro batch, or zero = 1"):
         ReplicatedSetup(LLAMA_3_8B, 1, 2048, 8, accumulate=2, zero=3)
     ReplicatedSetup(LLAMA_3_8B, 1, 2048, 8, accumulate=2, zero=1)
