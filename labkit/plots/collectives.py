@@ -64,7 +64,7 @@ def _draw_moments(ax: Axes, ranks: Sequence[Moments], colours: Mapping[float, st
             for column, number in enumerate(each[moment], left):
                 style.draw_cells(ax, number, (column, row), colours[number], (1, 0.9))
                 if len(ranks[0]) > 2 and before and number != before[row][column - left]:
-                    style.add_box(ax, column, row, 1, 0.9, fill=False, edgecolor="black", lw=2)
+                    style.add_box(ax, column, row, 1, 0.9, fill=False, edgecolor="black", lw=3)
         before = [each[moment] for each in ranks]
         place = left + len(numbers) / 2
         ax.text(place, -0.15, moment, fontsize=8, color="#666666", **style.ON_TOP)

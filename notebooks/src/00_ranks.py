@@ -314,7 +314,7 @@ dist.barrier()  # returns when all ranks have called it
 #
 # ## 6. Build it: a ring all-reduce ({minutes} minutes)
 #
-# Large tensors are usually added up in a **ring**: each rank sends only to the next one, all at the same time. The
+# Large tensors are added up in a **ring**: each rank sends only to the next one, all at the same time. The
 # tensor is cut into as many parts as there are ranks. In the first pass the parts go around and are added up, and in
 # the second the finished sums go around, here on four real ranks:
 
@@ -405,8 +405,8 @@ checks.ring_reduce_scatter(ring_reduce_scatter)
 #
 # <details><summary>Hint</summary>
 #
-# Copy your loop (or call `ring_reduce_scatter` for the first pass), and let it run for `2 * (ranks - 1)` steps. From
-# step `ranks - 1` on, `parts[comes] = arrived`. At the end, `torch.cat(parts)`.
+# Copy your loop of exercise 2, and let it run for `2 * (ranks - 1)` steps. From step `ranks - 1` on, `parts[comes] =
+# arrived`. At the end, `torch.cat(parts)`.
 #
 # </details>
 
@@ -441,8 +441,7 @@ verdict
 # | reduce-scatter | b | (n − 1)/n · b |
 # | all-gather | one part, b / n | (n − 1)/n · b |
 #
-# *Takeaway: in a ring no rank ever sends more than twice its tensor, however many ranks there are, which is one reason
-# why data-parallel training scales.*
+# *Takeaway: in a ring no rank ever sends more than twice its tensor, however many ranks there are.*
 #
 # ## 7. Data-parallel training by hand ({minutes} minutes)
 #
@@ -573,13 +572,12 @@ claim("the loss may fall with wrong sums, too", all(falls))
 #
 # ## 9. What a collective costs ({minutes} minutes)
 #
-# Each call of a collective takes a **latency** of α (alpha) seconds, in which ranks wake up and agree. On top of that,
-# each byte handed to an all-reduce takes β (beta) seconds. If m calls are handed b bytes in
-# total, they take
+# Each call of a collective takes α (alpha) seconds, in which ranks wake up and agree. On top of that, each byte handed
+# to an all-reduce takes β (beta) seconds. If m calls are handed b bytes in total, they take
 #
 # `m · α + b · β`
 #
-# Here, two ranks make all-reduces of seven sizes:
+# Two ranks make all-reduces of seven sizes:
 
 # %% tags=["nbval-ignore-output"]
 messages = labkit.run("all_reduce", nproc=2, repeats=REPEATS)
@@ -591,22 +589,22 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 
 # %% [markdown]
 # *One all-reduce by its size; dashed, α + bytes · β, fitted to the fastest rounds, because a disturbance only adds
-# time. Small ones cost their latency, and large ones pay by the byte; at α / β both cost the same.*
+# time. Small ones cost α, and large ones pay by the byte; at α / β both cost the same.*
 #
-# In a ring of n ranks, α is 2 (n − 1) times the latency of one step: two steps above, and more with more ranks. β is
-# 2 (n − 1)/n divided by the **bandwidth** of a link, and hardly grows.
-#
+# In a ring of n ranks, α is 2 (n − 1) times the **latency** of one step: two steps above, and more with more ranks. β
+# is 2 (n − 1)/n divided by the **bandwidth** of a link, and hardly grows. The explorer answers the question below it.
+
+# %%
+widgets.RingExplorer()
+
+# %% [markdown]
 # <details><summary>64 ranks add up 1 MiB, with 10 µs a step and 10 GB/s. Which helps more, ten times the bandwidth or a
 # tenth of the latency?</summary>
 #
 # A tenth of the latency: 126 steps take 1.26 ms, and the bytes only 0.21 ms.
 #
 # </details>
-
-# %%
-widgets.RingExplorer()
-
-# %% [markdown]
+#
 # **One call or eight?** Your ring made a call for each of the eight gradients. DDP packs them into one **bucket** and
 # makes one call. Four ranks now train with each, on an emulated wire, where a message waits 10 ms, and then 100 ns a
 # byte. Commit: how many milliseconds of a step does the bucket save?
@@ -635,7 +633,7 @@ claim("the bucket saves about the latency of 42 messages", 0.9 < (eight_ms - one
 #
 # </details>
 #
-# *Takeaway: every call pays the latency once more, so few large messages are better than many small ones. So
+# *Takeaway: every call pays α once more, so few large messages are better than many small ones. So
 # DDP fills buckets (lab 4), and FSDP gathers whole layers (lab 2).*
 #
 # ## 10. Does it pay? ({minutes} minutes)

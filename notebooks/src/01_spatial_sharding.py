@@ -56,6 +56,7 @@ labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of th
 TOLD = (RANKS, STEPS, BATCH, HEIGHT, WIDTH) == (4, 10, 6, 64, 256)  # the values that the text speaks of
 DEPTHS, DIMS = (1, 1), (32, 64)  # blocks and channels in each stage
 IMAGES = {"data": "photo", "batch": BATCH, "height": HEIGHT, "width": WIDTH}
+# ConvNeXt begins with layer scales of 1e-6, which would hide what a block gets wrong.
 NETWORK = {"depths": DEPTHS, "dims": DIMS, "layer_scale_init_value": 1.0}
 SETUP = IMAGES | NETWORK | {"learning_rate": 1e-3, "steps": STEPS}
 stages = spatial.convnext_stages(HEIGHT, WIDTH, DEPTHS, DIMS)
@@ -206,7 +207,7 @@ _ = plots.convnext_diagram(stages, HEIGHT, WIDTH)
 # %%
 def halo_bytes(rows: int, kernel: int, channels: int, batch: int) -> int:
     ### BEGIN SOLUTION
-    return rows * (kernel - 1) // 2 * channels * batch * 4
+    return rows * ((kernel - 1) // 2) * channels * batch * 4
     ### END SOLUTION
 
 
@@ -462,14 +463,13 @@ reduce_verdict
 # %% tags=["commit"]
 mine_traffic = commit(
     send_count=None,
-    # A number. Or lambda: ... * halo_bytes(rows=..., kernel=7, channels=..., batch=BATCH), which waits for exercise 1.
-    send_bytes=None,
+    send_bytes=None,  # halo_bytes(rows=..., kernel=7, channels=..., batch=BATCH) helps
 )
 ### BEGIN SOLUTION
 sends = 2 * min(RANKS - 1, 2)  # forward and backward, to each neighbour
 mine_traffic = commit(
     send_count=sends * 2,  # two blocks
-    send_bytes=lambda: sends * sum(halo_bytes(stage.height, 7, stage.channels, BATCH) for stage in stages),
+    send_bytes=sends * sum(halo_bytes(stage.height, 7, stage.channels, BATCH) for stage in stages),
 )
 ### END SOLUTION
 
@@ -606,7 +606,7 @@ _ = plots.memory_by_category(runs, predicted=expected)
 held = {name: run.value("peak_activation_bytes") for name, run in runs.items()}
 part = held["local, 2 ranks"] / held["plain, 1 rank"]
 print(f"two ranks: {part:.2f} of one device's activations each")
-uncut = {"weights": "peak_parameter_bytes", "Adam's state": "peak_optstate_bytes"}
+uncut = {"weights, bytes": "peak_parameter_bytes", "Adam's state, bytes": "peak_optstate_bytes"}
 pandas.DataFrame({label: {name: run.value(key) for name, key in uncut.items()} for label, run in runs.items()})
 
 # %% tags=["claim"]
@@ -625,10 +625,10 @@ for key in uncut.values():
 # ## 9. Does it pay? ({minutes} minutes)
 #
 # For time, strips have two rivals: one device that takes the whole image, and data parallelism, in which each rank
-# takes images of its own. In strips, n ranks share the arithmetic, and then come the messages, each with its latency α
-# and bytes · β (lab 0). If one device takes T for all images, and a rank's link takes one message at a time,
+# takes images of its own. In strips, n ranks share the arithmetic, and then come the messages. If one device takes T
+# for all images, and a rank's link takes one message at a time,
 #
-# > step = T / n + messages · (α + bytes · β)
+# > step = T / n + messages · (latency + bytes / bandwidth)
 #
 # **Emulated: strips beside their rivals.** Four real ranks train a small ConvNeXt, and *wait* as long as imagined
 # devices and an imagined network would take (`emulate=`). One device needs 600 ms for each image. The network has 4

@@ -627,14 +627,10 @@ for wire, times in (("narrow", 1 / 4), ("wide", 4)):
 emulated = labkit.compare("allgather_extensions", variants, rounds=1, **SHORT | {"batch": 4, "steps": 3})
 _ = plots.latency_bars(emulated, predicted=expected_ms)
 step_ms = {label: result.value("step_ms") for label, result in emulated.items()}
-gain_ms = {
-    f"{wire}_ms": step_ms[f"float32, {wire} wire"] - step_ms[f"yours, {wire} wire"] for wire in ("narrow", "wide")
+columns = {"yours": mine_saved} | {
+    column: {f"{wire}_ms": ms[f"float32, {wire} wire"] - ms[f"yours, {wire} wire"] for wire in ("narrow", "wide")}
+    for column, ms in {"theory": expected_ms, "emulated": step_ms}.items()
 }
-theory_ms = {
-    f"{wire}_ms": expected_ms[f"float32, {wire} wire"] - expected_ms[f"yours, {wire} wire"]
-    for wire in ("narrow", "wide")
-}
-columns = {"yours": mine_saved, "theory": theory_ms, "emulated": gain_ms}
 pandas.DataFrame(columns).round().astype(object).fillna("no prediction")
 
 # %% tags=["claim"]

@@ -218,10 +218,11 @@ _ = plots.pair_diagram(**ONE_TOKEN, gradient=[[1, 2]])
 #
 # ### Exercise 2: the two ends (••, {minutes} minutes)
 #
-# Write both as `torch.autograd.Function`s, whose `forward(ctx, ...)` computes, and keeps in `ctx` what `backward`
-# needs. `backward` gets the gradient of what `forward` returned, and returns one value for each argument of `forward`
-# after `ctx`: a gradient, or None. `group` is the process group of the ranks that share the matrix, and
-# `dist.all_reduce(tensor, group=group)` sums over it in place. Do not change a tensor that you are given.
+# Write f as `CopyToRanks` and g as `SumOverRanks`. Each is a `torch.autograd.Function`, whose `forward(ctx, ...)`
+# computes, and keeps in `ctx` what `backward` needs. `backward` gets the gradient of what `forward` returned, and
+# returns one value for each argument of `forward` after `ctx`: a gradient, or None. `group` is the process group of the
+# ranks that share the matrix, and `dist.all_reduce(tensor, group=group)` sums over it in place. Do not change a tensor
+# that you are given.
 #
 # <details><summary>Hint 1</summary>
 #

@@ -1692,8 +1692,8 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 #   <https://docs.pytorch.org/docs/stable/elastic/errors.html>, reproducibility
 #   <https://docs.pytorch.org/docs/stable/notes/randomness.html>
 #
-# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/failures.py` is
-# what you wrote; `labkit/theory/failures.py` holds the small rules of this lab.
+# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/failures.py` and
+# `labkit/theory/failures.py` hold code and rules of this lab.
 #
 # **Next**: take a script of your own, add the five lines of section 2, and break it once on purpose.
 
