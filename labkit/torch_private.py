@@ -259,6 +259,9 @@ torch._inductor
     config._fuse_ddp_communication: fuses all-reduces into buckets
     config._fuse_ddp_communication_passes config._fuse_ddp_bucket_size: how it fuses them
     config.reorder_for_locality: must not take a backward pass for inference
+    config.bucket_all_gathers_fx config.bucket_reduce_scatters_fx: buckets of SimpleFSDP
+    config.bucket_all_gathers_fx_bucket_size_determinator: their size
+    config.bucket_reduce_scatters_fx_bucket_size_determinator: their size
 torch._inductor.fx_passes.ddp_fusion: the passes that fuse
     fuse_ddp_with_concat_op fuse_ddp_with_coalesced_op: two of these passes
     schedule_comm_wait: moves waits to the first use

@@ -17,7 +17,7 @@ from labkit.models import photo
 
 PROGRAMS = (
     *("all_reduce", "allgather_extensions", "convnext_spatial", "ddp_compile", "decoder"),
-    *("fsdp_matrix", "fsdp_wrap", "two_dim"),
+    *("fsdp_matrix", "fsdp_wrap", "simple_fsdp", "two_dim"),
 )
 TRAINING = PROGRAMS[1:]
 WITHOUT_DIM = ("convnext_spatial", "decoder")

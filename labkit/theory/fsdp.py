@@ -131,6 +131,20 @@ def step_collectives(
     }
 
 
+def count_joined(sizes: Sequence[float], limit: float) -> int:
+    """Count the collectives left when neighbours are joined up to ``limit``, in the sizes' unit.
+
+    A collective starts a new bucket if the open one would grow beyond the limit. Source: inductor's
+    ``greedy_bucket_collective_by_mb``.
+    """
+    count, filled = 0, math.inf
+    for size in sizes:
+        if filled + size > limit:
+            count, filled = count + 1, 0.0
+        filled += size
+    return count
+
+
 def stage_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, stage: int, number_bytes: int = FLOAT_BYTES
 ) -> dict[str, int]:

@@ -1,0 +1,98 @@
+"""FSDP that the compiler sees: a parameter is this rank's rows, and reading it gathers the rest.
+
+    apply_simple_fsdp(model, mesh["data"])
+    model.compile(fullgraph=True)
+
+FSDP2 gathers in hooks, which the compiler cannot move. Here each parameter is a DTensor of its
+rows, and ``layer.weight`` is a property: reading it all-gathers the rows, and its backward pass
+reduce-scatters the mean of the gradients. Every collective is then an operator of the graph, which
+passes of the compiler join into buckets and move ahead of the arithmetic. Uncompiled, each
+parameter is gathered where it is read, and waited for.
+
+    layer.weight     rank 0 keeps a0   all-gather   a0 a1 on both   reduce-scatter   mean of a0's
+                     rank 1 keeps a1  ----------->  for one layer  --------------->  mean of a1's
+
+Source: Zhang et al., "SimpleFSDP", 2024 (arXiv:2411.00284).
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from labkit import torch_private
+
+
+def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every parameter of a model in place, over a mesh with one axis.
+
+    The parameters are equal on all ranks, and keep their names. A parameter without dimensions has
+    no rows, so it stays whole.
+    """
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for module in list(model.modules()):
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in own.items():
+            # A parameter that two modules share stays one.
+            if parameter not in sharded:
+                sharded[parameter] = _shard(parameter, mesh)
+            module.register_parameter(name, sharded[parameter])
+        if own:
+            _gather_when_read(module, tuple(own))
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    rows: Placement = Shard(0) if parameter.dim() else Replicate()
+    mine = distribute_tensor(parameter.detach(), mesh, [rows])
+    return nn.Parameter(mine, requires_grad=parameter.requires_grad)
+
+
+def gather(shard: DTensor) -> Tensor:
+    """Return the whole parameter; its gradient is the mean over the ranks, cut into rows."""
+    return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+
+def _gather_when_read(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Give a module a class whose properties gather these parameters."""
+
+    def read(name: str) -> property:
+        return property(lambda self: gather(self._parameters[name]))
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {name: read(name) for name in names})
+
+
+@dataclass(frozen=True)
+class SameSize:
+    """One size for every bucket; inductor's cache pickles it, which a lambda would not allow."""
+
+    mb: float
+
+    def __call__(self, index: int) -> float:
+        """Return the size of the bucket with this index, in MiB."""
+        return self.mb
+
+
+def bucket_collectives(bucket_mb: float) -> contextlib.AbstractContextManager[Any]:
+    """Let inductor join neighbouring gathers, and neighbouring reduce-scatters, up to this size.
+
+    To be entered before the first compiled step. The size is that of the whole parameters, in MiB.
+    These passes of inductor are experimental (torch 2.13).
+    """
+    config = torch_private.get("_inductor:config")
+    options: dict[str, Any] = {}
+    for kind in ("all_gathers", "reduce_scatters"):
+        options[f"bucket_{kind}_fx"] = "all"
+        options[f"bucket_{kind}_fx_bucket_size_determinator"] = SameSize(bucket_mb)
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**options)
+    return patched
