@@ -1,12 +1,12 @@
 """Import modules by the names that they had in earlier versions, which learners' copies still use.
 
-A name is entered in ``OLD_NAMES`` when a module moves, and stays there.
+A name is entered in ``OLD_NAMES`` when a module moves, and stays there. Like hidden_modules.py this
+imports only what Python itself has loaded before, so that no file of a learner's can hide it.
 """
 
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -22,16 +22,17 @@ OLD_NAMES = {
 }
 
 
-class OldNameFinder(MetaPathFinder, Loader):
+# Not a subclass of importlib's finder and loader, because importlib.abc imports random and more.
+class OldNameFinder:
     """Find a module under its new name where it is imported by its old one."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec whose module is that of the new name; None for all other names."""
         for old in OLD_NAMES:
             if name == old or name.startswith(f"{old}."):
-                return ModuleSpec(name, self, is_package=True)
+                return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

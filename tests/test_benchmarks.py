@@ -165,6 +165,7 @@ def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_
     assert not any(candidate.folder for candidate in kept.candidates), "no paths of this machine"
 
 
+@pytest.mark.alone  # it gives what it kills 5 seconds, which beside a compiling test may not be enough
 @pytest.mark.long  # test_process.py and test_compile_cache.py kill on purpose what this kills at random
 def test_the_benchmark_of_kills_finds_nothing_left():
     words = [sys.executable, FOLDER / "kills.py", "--kills", "2", "--compiles", "1", "--longest-s", "4"]
