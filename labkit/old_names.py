@@ -22,6 +22,14 @@ OLD_NAMES = {
 }
 
 
+def find_new_name(name: str) -> str | None:
+    """Return the present name of a module, by one of its earlier ones; None for all other names."""
+    for old, new in OLD_NAMES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return None
+
+
 # Not a subclass of importlib's finder and loader, because importlib.abc imports random and more.
 class OldNameFinder:
     """Find a module under its new name where it is imported by its old one."""
@@ -30,10 +38,9 @@ class OldNameFinder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec whose module is that of the new name; None for all other names."""
-        for old in OLD_NAMES:
-            if name == old or name.startswith(f"{old}."):
-                return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-        return None
+        if find_new_name(name) is None:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a stand-in, which ``exec_module`` replaces."""
@@ -41,9 +48,8 @@ class OldNameFinder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of the new name in the stand-in's place, as importlib allows."""
-        old = next(each for each in OLD_NAMES if module.__name__.startswith(each))
-        new = OLD_NAMES[old] + module.__name__.removeprefix(old)
-        sys.modules[module.__name__] = importlib.import_module(new)
+        if new := find_new_name(module.__name__):
+            sys.modules[module.__name__] = importlib.import_module(new)
 
 
 # Before the others, which would find the files of a renamed package a second time.
