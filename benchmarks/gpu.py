@@ -100,6 +100,8 @@ def several_ranks(ranks: int) -> Iterator[Experiment]:
     yield Experiment("parity", ranks=ranks, **parity("allgather_extensions"))
     yield Experiment("bytes", "allgather_extensions", ranks, {"check": "wire"})
     yield Experiment("parity", ranks=ranks, **parity("ddp_compile", dim=256), limit_s=120)
+    yield Experiment("parity", ranks=ranks, **parity("simple_fsdp", model="transformer"))
+    yield Experiment("parity", ranks=ranks, **parity("simple_fsdp", compile=True, bucket_mb=1), limit_s=120)
     yield Experiment("parity", ranks=ranks, **parity("two_dim", tp=tp, compile=False))
     yield Experiment("parity", ranks=ranks, **parity("decoder", tp=tp, seq=tp > 1))
     yield Experiment("time line", "fsdp_wrap", ranks, {"timeline": True, "model": "mlp_stack"})
@@ -117,6 +119,17 @@ def memory() -> Iterator[Experiment]:
     for model in ("toy", "transformer", "mlp_stack"):
         yield Experiment("memory", "fsdp_wrap", 1, {"model": model, "steps": 2})
     yield Experiment("memory", "decoder", 1, {"steps": 2})
+
+
+def decoders() -> Iterator[Experiment]:
+    """How long does a step of a real decoder take, and in how much memory? Depths tell a block from the rest."""
+    shape = {"model": "llama_2_7b", "precision": "bf16", "steps": 5}
+    cases = ((2, 2, "none"), (4, 2, "none"), (8, 2, "none"), (4, 2, "full"), (4, 1, "none"))
+    for layers, batch, checkpointing in cases:
+        sizes = {"layers": layers, "batch": batch, "checkpointing": checkpointing}
+        yield Experiment("decoder", "decoder", 1, shape | sizes, needs_gpu=True)
+    yield Experiment("decoder", "decoder", 1, shape | {"model": "llama_3_8b", "layers": 4, "batch": 1}, needs_gpu=True)
+    yield Experiment("time line", "decoder", 1, shape | {"layers": 2, "steps": 1, "timeline": True}, needs_gpu=True)
 
 
 def measured(preset: str, ranks: int) -> Iterator[Experiment]:
@@ -148,10 +161,10 @@ def experiments(gpus: int, preset: str) -> list[Experiment]:
         shared = [each for group in groups for each in group]
         for each in shared:
             each.environment |= share
-        return [*launches(), *one_rank(), *shared, four, *memory(), *measured(preset, 1)]
+        return [*launches(), *one_rank(), *shared, four, *decoders(), *memory(), *measured(preset, 1)]
     sizes = [ranks for ranks in (2, 4, 8) if ranks <= max(gpus, 2)]
     right = [each for ranks in sizes for each in several_ranks(ranks)]
-    return [*launches(), *right, *failures(2), *one_rank(), *memory(), *measured(preset, sizes[-1])]
+    return [*launches(), *right, *failures(2), *one_rank(), *decoders(), *memory(), *measured(preset, sizes[-1])]
 
 
 def run(experiment: Experiment, device: str, left_s: float, folder: Path) -> dict[str, Any]:
