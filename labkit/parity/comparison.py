@@ -184,9 +184,11 @@ def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference beyond ``floor`` over the largest absolute value expected."""
+    # Offloaded parameters are on the CPU, those of one device on the GPU.
+    actual, expected = actual.double().to(expected.device), expected.double()
     # So one number serves weights, gradients and outputs of any scale.
-    difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
-    scale = expected.double().abs().max().item()
+    difference = ((actual - expected).abs().max() - floor).clamp(min=0).item()
+    scale = expected.abs().max().item()
     if difference == 0 and not math.isnan(scale):
         return 0.0
     return difference / scale if scale else math.inf
