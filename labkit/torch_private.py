@@ -288,10 +288,10 @@ torch.distributed._tools.fake_collectives: lets collectives take tensors without
 torch:_C._current_graph_task_id: whether a backward pass is running
 torch.distributed.distributed_c10d:init_process_group new_group: replaced: a group sends nothing
 torch.distributed.device_mesh
-    init_process_group: replaced: a group sends nothing, or over emulated links
+    init_process_group: replaced: as torch.distributed's
     DeviceMesh.__init__: replaced: a mesh is values in tensors; it takes the CPU for a GPU
 torch.distributed
-    init_process_group: replaced: whatever its backend, sends nothing, or over emulated links
+    init_process_group: replaced: sends nothing, or over emulated links; in cells CPU tensors, too
     new_group: replaced: whatever its backend, a group sends nothing
     is_nccl_available: replaced: programs are told yes
     Reducer Logger _verify_params_across_processes: replaced: DDP's C++ works on memory

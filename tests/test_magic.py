@@ -112,6 +112,40 @@ def test_a_plain_script_waits_for_emulated_links(cell, shell):
     assert shell.user_ns["waited"].stamp.startswith("emulated: 100000 µs")
 
 
+def test_a_group_without_a_backend_carries_cpu_tensors_where_torch_would_take_nccl(cell):
+    """As on a machine with a GPU, whose default is NCCL alone; seen on an H100."""
+    code = """
+        torch._C._get_accelerator = lambda: torch.device("cuda")
+        dist.init_process_group()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.barrier()
+        x
+    """
+    assert cell("", code) == "ranks 0–1: tensor([2.])\n"
+    mesh = """
+        torch._C._get_accelerator = lambda: torch.device("cuda")
+        from torch.distributed.tensor import init_device_mesh
+        init_device_mesh("cpu", (2,))
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        x
+    """
+    assert cell("", mesh) == "ranks 0–1: tensor([2.])\n"
+
+
+def test_a_backend_that_a_cell_names_is_taken_and_only_a_missing_one_filled_in(cell):
+    code = """
+        from labkit.session.cell import set_default_backend
+        set_default_backend("cpu:gloo")
+        dist.init_process_group(NAMED)
+        dist.get_backend_config()
+    """
+    assert cell("-n 1", code.replace("NAMED", "")) == "rank 0: 'cpu:gloo'\n"
+    named = code.replace("NAMED", "backend='cpu:gloo,cuda:gloo'")
+    assert cell("-n 1", named) == "rank 0: 'cpu:gloo,cuda:gloo'\n"
+
+
 def test_the_result_is_bound_and_values_come_home(cell, shell):
     code = """
         from labkit import rank

@@ -5,6 +5,7 @@ The value of the cell's last expression is kept with the run, as text named ``va
 """
 
 import ast
+import functools
 import io
 import linecache
 import os
@@ -12,6 +13,7 @@ import pprint
 import sys
 import tokenize
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ def main() -> None:
     if hardware:
         emulate_all_groups(hardware)
     on_cpu = os.environ.get(ENV_DEVICE) == "cpu" or not torch.cuda.is_available()
+    if not hardware:
+        set_default_backend("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
     # On GPUs the cell decides where it computes.
     if rank == 0 and on_cpu:
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
@@ -59,6 +63,26 @@ def main() -> None:
         value = execute_cell(text, vars(module))
     if value is not None:
         write_text(kept, pprint.pformat(value, width=MAX_LINE_LENGTH, sort_dicts=False))
+
+
+def set_default_backend(backend: str) -> None:
+    """Let process groups for which the cell names no backend have this one.
+
+    Where there is a GPU, torch's default is NCCL alone, and a collective of CPU tensors an error.
+    """
+
+    def add_default(join: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(join)
+        def join_with_default(given: str | None = None, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.pop("backend", given)
+            if given is None and kwargs.get("device_id") is None:
+                given = backend
+            join(given, *args, **kwargs)
+
+        return join_with_default
+
+    for module in ("distributed", "device_mesh"):
+        torch_private.wrap(f"{module}:init_process_group", add_default)
 
 
 def execute_cell(text: str, names: dict[str, Any]) -> Any:
