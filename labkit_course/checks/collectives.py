@@ -176,7 +176,7 @@ def judge_sum(found: Tensor | str, gloo: Tensor, ranks: int, index: int) -> None
 def _judge_sends_alone(sent: Mapping[str, Any]) -> None:
     used = ", ".join(sorted(sent["handed"].keys() - {"send", "recv"}))
     said = f"the numbers are right, but {used} was used"
-    expect(not used, said, hint="Use dist.isend and dist.irecv alone.")
+    expect(not used, said, hint="Use dist.batch_isend_irecv alone.")
 
 
 def _judge_unchanged(sent: Mapping[str, Any]) -> None:

@@ -177,29 +177,30 @@ dist.all_reduce(torch.ones(1))
 # ```
 #
 # Every rank is in `recv`, and waits for a message that its neighbour would only send afterwards. This is called a
-# **deadlock**, and PyTorch prints nothing until a timeout, after 30 minutes (10 with NCCL). Sending first is no cure,
+# **deadlock**, and PyTorch prints nothing until a timeout, after 30 minutes. Sending first is no cure,
 # because a `send` may wait until its message is received.
 #
-# The way out is to start everything first and to wait afterwards. `dist.isend(tensor, receiver)` and
-# `dist.irecv(tensor, sender)` return immediately with a handle, and its `wait()` returns when the message is through.
-# Until then, do not change the tensor you send, and do not read the tensor you receive.
+# The way out is to start everything first and to wait afterwards. A message is planned as `dist.P2POp(dist.isend,
+# tensor, receiver)` or `dist.P2POp(dist.irecv, tensor, sender)`. `dist.batch_isend_irecv` starts a list of them and
+# returns handles, whose `wait()` returns when a message is through. Until then, neither change the tensor you send nor
+# read the one you receive.
 #
 # ### Exercise 1: mend the circle (••, {minutes} minutes)
 #
 # Send `mine` to the next rank, and return what comes from the rank before; rank 0 comes after the last. Your function
-# runs on four real ranks, then on three. A deadlock is stopped after 30 seconds, so you may try `send` and
-# `recv` first.
+# runs on four real ranks, then on three. A deadlock is stopped after 30 seconds, so you may try `send`
+# first.
 #
 # <details><summary>Hint 1</summary>
 #
-# `irecv` needs a tensor of the right size to write into. Both calls come before both waits.
+# `irecv` needs a tensor of the right size to write into. Both messages go into one list.
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# `arrived = torch.empty_like(mine)`, two calls that give two handles, two waits, `return arrived`. `% ranks` closes the
-# circle.
+# `arrived = torch.empty_like(mine)`, a list of two `P2POp`, a wait for each handle, `return arrived`. `% ranks` closes
+# the circle.
 #
 # </details>
 
@@ -208,8 +209,9 @@ dist.all_reduce(torch.ones(1))
 def shift(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     ### BEGIN SOLUTION
     arrived = torch.empty_like(mine)
-    handles = [dist.isend(mine, (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-    for handle in handles:
+    send = dist.P2POp(dist.isend, mine, (rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+    for handle in dist.batch_isend_irecv([send, receive]):
         handle.wait()
     return arrived
     ### END SOLUTION
@@ -219,7 +221,7 @@ def shift(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 checks.shift(shift)
 
 # %% [markdown]
-# *Takeaway: start every send and every receive before you wait for one of them.*
+# *Takeaway: start sends and receives in one batch, before you wait for one of them.*
 #
 # ## 5. Five collectives ({minutes} minutes)
 #
@@ -347,7 +349,7 @@ claim("in the end all ranks hold all", bool((end == torch.tensor([1111.0, 2222, 
 #
 # Send parts around, add them up, and return the one part that this rank then holds in full, part `(rank + 1) % ranks`:
 # the ring leaves the parts shifted by one, unlike `dist.reduce_scatter`. The length of `mine` need not be a multiple of
-# `ranks`: `mine.tensor_split(ranks)` cuts it as evenly as it can. Use only `isend` and `irecv`, no collective, and
+# `ranks`: `mine.tensor_split(ranks)` cuts it as evenly as it can. Use only messages, no collective, and
 # leave `mine` as it is: its parts are views, so add to copies.
 #
 # <details><summary>Hint 1</summary>
@@ -385,8 +387,9 @@ def ring_reduce_scatter(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tens
     for step in range(ranks - 1):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
-        handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-        for handle in handles:
+        send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+        for handle in dist.batch_isend_irecv([send, receive]):
             handle.wait()
         parts[comes] = parts[comes] + arrived
     return parts[(rank + 1) % ranks]
@@ -418,8 +421,9 @@ def ring_all_reduce(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     for step in range(2 * (ranks - 1)):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
-        handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-        for handle in handles:
+        send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+        for handle in dist.batch_isend_irecv([send, receive]):
             handle.wait()
         parts[comes] = parts[comes] + arrived if step < ranks - 1 else arrived
     return torch.cat(parts)
@@ -540,8 +544,9 @@ def broken_ring(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     for step in range(2 * (ranks - 1)):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
-        handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-        for handle in handles:
+        send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+        for handle in dist.batch_isend_irecv([send, receive]):
             handle.wait()
         parts[comes] = parts[comes] + arrived  # added in the second pass, too
     return torch.cat(parts)

@@ -88,10 +88,10 @@ f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
 #
 # ## 2. Messages between GPUs ({minutes} minutes)
 #
-# In lab 0 each rank started `isend` and `irecv` one after the other. NCCL, the library between GPUs, may hang on that:
-# it works off a rank's calls in turn, and a send ends only when its receiver has come to the receive. If all ranks send
-# first, nobody comes to a receive. On CPUs the plain `send` shows the same. This cell hangs on purpose, and is stopped
-# after 5 seconds:
+# Why did lab 0 start its messages in one batch? Two calls one after the other, `isend` and then `irecv`, work on CPUs,
+# and may hang on GPUs. NCCL, the library between GPUs, works off a rank's calls in turn, and a send ends only when its
+# receiver has come to the receive. If all ranks send first, nobody comes to a receive. On CPUs the plain `send` shows
+# the same. This cell hangs on purpose, and is stopped after 5 seconds:
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --timeout 5 --fails
@@ -102,19 +102,6 @@ dist.send(mine, (rank + 1) % ranks)
 dist.recv(arrived, (rank - 1) % ranks)
 
 # %% [markdown]
-# `batch_isend_irecv` starts all messages of a rank together, on CPUs and on GPUs:
-
-# %%
-# %%torchrun -n 4
-dist.init_process_group()
-rank, ranks = dist.get_rank(), dist.get_world_size()
-mine, arrived = torch.tensor([float(rank)]), torch.empty(1)
-both = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)]
-for handle in dist.batch_isend_irecv(both):
-    handle.wait()
-arrived
-
-# %% [markdown]
 # <details><summary>Why do some programs deadlock only in real training?</summary>
 #
 # Some libraries have a buffer for small messages, so that the sender goes on at once. A large message waits for its
@@ -122,7 +109,7 @@ arrived
 #
 # </details>
 #
-# *Takeaway: start all sends and receives of a step in one batch, and your code runs on CPUs and on GPUs.*
+# *Takeaway: messages that start in one batch run on CPUs and on GPUs.*
 #
 # ## 3. An all-reduce in two halves ({minutes} minutes)
 #

@@ -220,7 +220,7 @@ checks.halo_bytes(halo_bytes)
 #
 # ## 4. Build it: the halo exchange ({minutes} minutes)
 #
-# As in lab 0, start all messages first and wait afterwards. A tensor that is sent must be contiguous.
+# As in lab 0, start all messages in one batch and wait afterwards. A tensor that is sent must be contiguous.
 #
 # ### Exercise 2: pad a strip with its neighbours' columns (••, {minutes} minutes)
 #
@@ -239,8 +239,8 @@ checks.halo_bytes(halo_bytes)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# `if rank > 0: handles += [dist.isend(to_left, rank - 1), dist.irecv(from_left, rank - 1)]`, the same for the right
-# side, then wait for all handles, then `torch.cat` along the last dimension.
+# `if rank > 0: messages += [dist.P2POp(dist.isend, to_left, rank - 1), dist.P2POp(dist.irecv, from_left, rank - 1)]`,
+# the same for the right side, start them in one batch, wait, then `torch.cat` along the last dimension.
 #
 # </details>
 
@@ -250,12 +250,12 @@ def exchange_halo(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torc
     ### BEGIN SOLUTION
     to_left, to_right = strip[..., :halo].contiguous(), strip[..., -halo:].contiguous()
     from_left, from_right = torch.zeros_like(to_left), torch.zeros_like(to_right)
-    handles = []
+    messages = []
     if rank > 0:
-        handles += [dist.isend(to_left, rank - 1), dist.irecv(from_left, rank - 1)]
+        messages += [dist.P2POp(dist.isend, to_left, rank - 1), dist.P2POp(dist.irecv, from_left, rank - 1)]
     if rank < ranks - 1:
-        handles += [dist.isend(to_right, rank + 1), dist.irecv(from_right, rank + 1)]
-    for handle in handles:
+        messages += [dist.P2POp(dist.isend, to_right, rank + 1), dist.P2POp(dist.irecv, from_right, rank + 1)]
+    for handle in dist.batch_isend_irecv(messages):
         handle.wait()
     return torch.cat([from_left, strip, from_right], dim=-1)
     ### END SOLUTION
@@ -312,7 +312,7 @@ backward_verdict
 # %% [markdown]
 # ### Exercise 4: one operation of both (•, {minutes} minutes)
 #
-# `isend` and `irecv` have no backward pass, unlike section 2's `full_tensor()`. Join your two functions to one operation
+# Messages have no backward pass, unlike section 2's `full_tensor()`. Join your two functions to one operation
 # that autograd can differentiate, a `torch.autograd.Function`. It has two static methods, `forward(ctx, ...)` and
 # `backward(ctx, grad)`, which share `ctx`. `grad` is the gradient of what `forward` returned. The class is called as
 # `HaloExchange.apply(strip, halo, rank, ranks)`.
@@ -502,14 +502,13 @@ print(labkit.check("convnext_spatial", **PARITY, use=use).verdict_text)
 claim("to the byte", all(yours_run.value(name) == expected for name, expected in predicted.items()))
 
 # %% [markdown]
-# <details><summary>In your own network, and on GPUs</summary>
+# <details><summary>In your own network</summary>
 #
 # Set `conv.padding = (conv.padding[0], 0)`, call `conv(HaloExchange.apply(x, 3, rank, ranks))`, and take the mean over
 # the image as in section 2. Dropout after the mean must draw the same random numbers on all ranks, and dropout inside a
 # strip different ones. Pooling that overlaps and the statistics of a batch norm need an exchange of their own.
 #
-# NCCL runs the messages between two ranks in the order in which they were queued, so collect them as `dist.P2POp`, and
-# start all together with `dist.batch_isend_irecv`. `labkit/parallel/halo.py` does that, on any axis of a mesh.
+# `labkit/parallel/halo.py` does the same on any axis of a mesh.
 #
 # </details>
 #
