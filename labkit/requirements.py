@@ -123,11 +123,13 @@ def has_nvidia_driver() -> bool:
 
 
 def driver_version() -> str:
-    """Return what NVIDIA's driver says of itself, or "" where it says nothing."""
+    """Return the version of NVIDIA's driver, such as "580.159.04", or "" where there is none."""
     try:
-        return DRIVER_VERSION_FILE.read_text().partition("\n")[0]
+        said = DRIVER_VERSION_FILE.read_text().partition("\n")[0]
     except OSError:
         return ""
+    version = re.search(r"\d+(\.\d+)+", said)
+    return version[0] if version else said
 
 
 def usable_gpus() -> tuple[int, str]:

@@ -263,6 +263,16 @@ def test_a_gpu_without_kernels_in_this_torch_is_not_used(monkeypatch, capability
     assert note == ("" if used else f"no GPU is used: Old GPU is {name}, and {built}")
 
 
+def test_a_drivers_version_is_its_number(monkeypatch, tmp_path):
+    said = tmp_path / "version"
+    monkeypatch.setattr(requirements, "DRIVER_VERSION_FILE", said)
+    assert requirements.driver_version() == ""
+    said.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC version: 13"
+    )
+    assert requirements.driver_version() == "580.159.04"
+
+
 def test_a_driver_that_is_too_old_is_named(monkeypatch):
     set_machine(monkeypatch, "auto", 0, 1)
 
