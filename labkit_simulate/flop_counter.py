@@ -84,7 +84,10 @@ def make_operator(
     moved = operator_memory_bytes(func, given, result)
     numbers = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
     dtype = str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32"
-    return Operator(func.overloadpacket.__name__, flops, moved, dtype)
+    name = func.overloadpacket.__name__
+    if name.startswith("convolution") and dtype == "float32":
+        dtype = "tf32"  # torch's default for cuDNN, unlike that for matrix products
+    return Operator(name, flops, moved, dtype)
 
 
 def operator_flops(

@@ -30,6 +30,9 @@ KERNEL_GAP_SOURCE = (
 DRIVER_SOURCE = "the driver's own total (nvidia-smi); the sheet says {} GB"
 TORCHTITAN_URL = "https://github.com/pytorch/torchtitan/blob/main/"
 H100_TORCHTITAN_URL = TORCHTITAN_URL + "benchmarks/llama3_h100_202412_torchtitan.md"
+ONE_H100_SOURCE = (
+    "fitted to a decoder of two blocks on one H100: results/nvidia-h100-2026-11-27/35.json"
+)
 CALIBRATION_SOURCE = "what the first row of labkit_simulate.theory.reference_results.{} implies"
 
 
@@ -117,7 +120,12 @@ class Hardware:
         )
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a device; raise ValueError for a dtype without a rate."""
+        """Return the peak FLOP/s of a device; raise ValueError for a dtype without a rate.
+
+        A device without TF32 multiplies such numbers as float32.
+        """
+        if dtype == "tf32" and dtype not in self.flops_per_s:
+            dtype = "float32"
         if dtype not in self.flops_per_s:
             raise ValueError(
                 f"no rate for {dtype!r} numbers on {self.name}: it has"
@@ -354,3 +362,13 @@ HARDWARE: dict[str, Hardware] = {
         ),
     )
 }
+_H100 = HARDWARE["h100-8x"]
+HARDWARE["h100-1x"] = replace(
+    _H100,
+    name="h100-1x",
+    device="NVIDIA H100 SXM, 80 GB, alone",
+    devices=1,
+    cards=1,
+    matmul_share=0.757,
+    sources={**_H100.sources, "matmul_share": ONE_H100_SOURCE},
+)

@@ -271,7 +271,11 @@ class TrainingSetup:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> float:
-        """Return the peak of a rank's tensors: the largest of the moments that can hold it.
+        """Return the peak of a rank's tensors: the largest of four moments that can hold it.
+
+        They are the loss, SwiGLU's gradients or all gradients of a block in the backward pass, and
+        the end, when the root's gradients are reduced. At the loss the last block is taken to stay
+        gathered, though ``launch/decoder.py`` gathers it again.
 
         Attention keeps only the sums of its scores; the optimizer updates in place. Counted
         operator by operator in simulations of ``launch/decoder.py``.

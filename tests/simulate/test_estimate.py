@@ -207,6 +207,16 @@ def counted(function):
     return {each.name: each for each in operators.operators}
 
 
+def test_convolutions_of_float32_use_tf32_as_torch_does_by_default_and_products_do_not():
+    def convolve_and_multiply():
+        image = functional.conv2d(torch.ones(1, 4, 8, 8), torch.ones(4, 4, 3, 3, requires_grad=True))
+        (image.flatten(1) @ torch.ones(144, 2)).sum().backward()
+
+    found = counted(convolve_and_multiply)
+    assert found["convolution"].dtype == found["convolution_backward"].dtype == "tf32"
+    assert found["mm"].dtype == "float32" and found["convolution"].flops == 2 * 4 * 4 * 9 * 36
+
+
 def test_attention_on_a_cpu_is_counted_and_half_of_it_where_nobody_looks_ahead():
     def attend(causal):
         query = torch.ones(2, 8, 64, 16, dtype=torch.bfloat16, requires_grad=True)
