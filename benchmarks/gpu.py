@@ -231,6 +231,13 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['question']:<18} {row['program']:<21} {row['ranks']} {what:<50} {said.strip(' ,')}"
 
 
+def bar_name(row: dict[str, Any]) -> str:
+    """A row's program, and what tells it from others."""
+    params = {name: value for name, value in row["params"].items() if name != "steps"}
+    words = [value if isinstance(value, str) else f"{name} {value}" for name, value in params.items()]
+    return ", ".join([f"{row['program']} on {row['ranks']}", *words])
+
+
 def write_page(folder: Path) -> Path:
     """Write a page and a figure of a folder of results; return the page's path."""
     import matplotlib
@@ -240,12 +247,13 @@ def write_page(folder: Path) -> Path:
 
     known = json.loads((folder / "facts.json").read_text())
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
-    timed = [row for row in rows if "step_ms" in row and row["question"] in ("measured", "buckets")]
+    timed = [row for row in rows if "step_ms" in row and row["question"] in ("measured", "buckets", "decoder")]
     figure, ax = plt.subplots(figsize=(8, 0.4 * len(timed) + 1.5), layout="constrained")
-    names = [f"{row['program']} {' '.join(map(str, row['params'].values()))}" for row in timed]
-    bars = ax.barh(names, [row["step_ms"] for row in timed], color="#4477AA")
+    bars = ax.barh([bar_name(row) for row in timed], [row["step_ms"] for row in timed], color="#4477AA")
     ax.bar_label(bars, fmt="%.1f")
-    ax.set_xlabel(f"ms a step; {known['nvidia_smi'] or known['device']}, torch {known['torch']}, {known['date']}")
+    ax.margins(x=0.1)
+    card = known["nvidia_smi"].partition(",")[0] or known["device"]
+    ax.set_xlabel(f"ms a step\n{card}, torch {known['torch']}, {known['date']}")
     figure.savefig(folder / "steps.png", dpi=130)
     lines = [f"# {known['nvidia_smi'] or 'CPU'}, {known['date']}", "", *(f"- {each}" for each in known["doctor"])]
     lines += ["", "![steps](steps.png)", "", "```", *map(line, rows), "```", ""]

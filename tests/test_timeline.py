@@ -1,5 +1,7 @@
 """labkit.session.timeline: intervals by hand, made-up traces, and real steps of two ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from programs.timeline_cases import BLOCKS
@@ -12,6 +14,7 @@ from labkit.session import timeline
 from labkit.session.timeline import LaneBar
 
 PROGRAM = "timeline_cases.py"
+DATA = Path(__file__).parent / "data"
 UNITS = [f"layers.{index}" for index in range(BLOCKS)]
 DELAY_MS = 10.0
 pytestmark = pytest.mark.alone
@@ -222,6 +225,17 @@ def order(bars, *names):
 
 def computed_ms(bars, what, unit):
     return sum(length for lane, phase, name, _, length in bars if (lane, phase, name) == ("compute", what, unit))
+
+
+def test_a_trace_of_two_ranks_on_an_h100_has_the_gathers_that_were_counted():
+    """Recorded by benchmarks/gpu.py with torch 2.11 and NCCL 2.28, fsdp_wrap with mlp_stack."""
+    whole, bars = timeline.step_us_and_bars(timeline.read_trace(DATA / "h100_fsdp_two_ranks.trace.json.gz"))
+    sent = [(bar.phase, bar.name) for bar in bars if bar.lane == "communication" and bar.phase != "copy"]
+    layers = ["layers.0", "layers.1", "layers.2"]
+    assert [name for phase, name in sent if phase == "all_gather"] == [*layers, *layers[::-1]]
+    assert [name for phase, name in sent if phase == "reduce_scatter"] == layers[::-1]
+    assert len(sent) == 9 and whole == pytest.approx(29_173, abs=1)
+    assert {bar.name for bar in bars if bar.lane == "compute"} == {"", "root", *layers}, "no name: the optimizer"
 
 
 def test_fsdp2_exposes_all_communication_on_a_cpu(programs):
