@@ -8,8 +8,9 @@ parts = list(mine.clone().tensor_split(ranks))
 for step in range({steps}):
     leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
     arrived = torch.empty_like(parts[comes])
-    handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-    for handle in handles:
+    send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+    for handle in dist.batch_isend_irecv([send, receive]):
         handle.wait()
     parts[comes] = {put}
 return torch.cat(parts)
@@ -19,8 +20,9 @@ parts = list(mine.clone().tensor_split(ranks))
 for step in range({steps}):
     leaves, comes = (rank - step) % {size}, (rank - step - 1) % {size}
     arrived = torch.empty_like(parts[comes])
-    handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
-    for handle in handles:
+    send = dist.P2POp(dist.isend, parts[leaves], (rank + 1) % ranks)
+    receive = dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)
+    for handle in dist.batch_isend_irecv([send, receive]):
         handle.wait()
     parts[comes] = {put}
 return {result}
@@ -40,8 +42,9 @@ FIRST, ZERO = "dist.broadcast(parameter.data, src=0)", "model.zero_grad()"
 MEAN = "dist.all_reduce(parameter.grad); parameter.grad /= dist.get_world_size()"
 SHIFT = """
 arrived = torch.empty_like(mine)
-handles = [dist.isend(mine, {to} % ranks), dist.irecv(arrived, {source} % ranks)]
-for handle in handles:
+send = dist.P2POp(dist.isend, mine, {to} % ranks)
+receive = dist.P2POp(dist.irecv, arrived, {source} % ranks)
+for handle in dist.batch_isend_irecv([send, receive]):
     handle.wait()
 return {result}
 """

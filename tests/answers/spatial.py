@@ -7,12 +7,12 @@ from launch import convnext_spatial
 TRADE = """
 to_left, to_right = {left}.contiguous(), {right}.contiguous()
 from_left, from_right = torch.zeros_like(to_left), torch.zeros_like(to_right)
-handles = []
+messages = []
 if rank > 0:
-    handles += [dist.isend(to_left, rank - 1), dist.irecv(from_left, rank - 1)]
+    messages += [dist.P2POp(dist.isend, to_left, rank - 1), dist.P2POp(dist.irecv, from_left, rank - 1)]
 if rank < ranks - 1:
-    handles += [dist.isend(to_right, rank + 1), dist.irecv(from_right, rank + 1)]
-for handle in handles:
+    messages += [dist.P2POp(dist.isend, to_right, rank + 1), dist.P2POp(dist.irecv, from_right, rank + 1)]
+for handle in dist.batch_isend_irecv(messages):
     handle.wait()
 """
 OUT = TRADE.format(left="strip[..., :halo]", right="strip[..., -halo:]")
