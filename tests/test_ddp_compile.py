@@ -42,7 +42,7 @@ def look(dim, bucket_mb, fuse, case="cpu"):
 @pytest.mark.parametrize(
     ("dim", "bucket_mb", "fuse", "case", "buckets"),
     [
-        (2000, 25.0, "coalesced", "cpu", 3),
+        pytest.param(2000, 25.0, "coalesced", "cpu", 3, marks=pytest.mark.long),
         pytest.param(2000, 25.0, "concat", "cpu", 3, marks=pytest.mark.long),
         pytest.param(2000, 1.0, "coalesced", "cpu", 5, marks=pytest.mark.long),
         pytest.param(2000, 5.0, "concat", "cpu", 5, marks=pytest.mark.long),

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from fixture_long import long_but
 from torch import nn
 
 import labkit
@@ -200,7 +199,8 @@ def test_a_compiled_ddp_hides_its_messages_where_its_graph_is_cut_and_not_as_one
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("fuse", "bucket_mb"), long_but([("concat", 0.25)], [("concat", 0.25), ("none", 0.0001)]))
+@pytest.mark.long  # that compiled DDP hides its messages is looked at daily just above
+@pytest.mark.parametrize(("fuse", "bucket_mb"), [("concat", 0.25), ("none", 0.0001)])
 def test_a_compiled_program_waits_and_hides_its_messages_too(fuse, bucket_mb):
     hardware, chain = Emulated(latency_us=1000, gb_per_s=0.04, forward_ms=5, backward_ms=20), {"dim": 256, "layers": 12}
     how = {"mode": "compiled", "fuse": fuse, "bucket_mb": bucket_mb, "batch": 2, "steps": 3, **chain}

@@ -35,7 +35,7 @@ NBVAL_OPTIONS = [
     # nothing of this project's own pytest settings
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
-DAILY = "01_spatial_sharding"
+DAILY = "03b_extensions_at_work"
 """The lab whose solved notebook every ``make test`` runs; all run with ``make test ALL=1``."""
 ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with small values in tests/test_wheel.py and tests/browser/test_labs.py."""
@@ -250,11 +250,14 @@ def environment_of(process):
 
 
 def setup_of(lab):
-    """The learner's first cells of code: imports, parameters, and what follows the parameters."""
+    """The learner's first cells of code: imports, parameters, and what holds these to their ranges."""
     cells = [cell for cell in learner_notebook(lab.source).cells if cell.cell_type == "code"]
     imports, parameters, first_use = (cell.source for cell in cells[:3])
     assert "parameters" in cells[1].metadata.tags
-    return imports, parameters, first_use
+    lines = ast.parse(first_use).body
+    last = max(index for index, line in enumerate(lines) if "require(" in ast.unparse(line))
+    # What follows, runs among it, is executed with all points where the notebooks are.
+    return imports, parameters, ast.unparse(ast.Module(lines[: last + 1], []))
 
 
 @each_lab

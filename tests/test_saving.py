@@ -102,7 +102,7 @@ def saved(request, tmp_path_factory, unbroken):
     return path, fsdp
 
 
-@pytest.mark.parametrize("ranks", [4, 2, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.long), 2, 1])
 def test_a_saved_run_goes_on_as_if_nothing_had_happened_on_any_number_of_ranks(saved, unbroken, ranks):
     path, fsdp = saved
     rest = losses(nproc=ranks, fsdp=fsdp, accumulate=4 // ranks, load=str(path))
@@ -111,6 +111,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened_on_any_number_of_ranks(s
     assert rest != pytest.approx(unbroken[fsdp][:STEPS], rel=1e-3), "a run from the beginning would give these"
 
 
+@pytest.mark.long  # a save of each version is read daily by its own
 def test_what_one_version_saved_the_other_loads_and_torch_reads(saved, unbroken):
     path, fsdp = saved
     other = 3 - fsdp

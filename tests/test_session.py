@@ -431,6 +431,7 @@ def test_the_lab_program_runs_alone(repository):
     assert "median of 2 steps" in answer.stdout
 
 
+@pytest.mark.long  # three busy processes for a minute, which tests beside it would feel
 def test_a_rank_may_leave_as_soon_as_it_has_joined(tmp_path):
     """Without a barrier gloo's other ranks may still be connecting, and fail: pytorch/pytorch#53270."""
     program = tmp_path / "leaves_at_once.py"
