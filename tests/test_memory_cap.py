@@ -9,6 +9,7 @@ import torch
 
 import labkit
 import labkit.rank
+from labkit import requirements
 from labkit.errors import MemoryCapExceeded
 from labkit.session.memory_cap import cap_memory
 from launch import fsdp_matrix
@@ -82,3 +83,11 @@ def test_an_image_that_fits_only_when_it_is_sharded(monkeypatch):
     with pytest.raises(labkit.RankFailed, match="more than its cap of 250 MiB was needed"):
         labkit.run("convnext_spatial", nproc=1, strategy="plain", **how)
     assert labkit.run("convnext_spatial", nproc=2, strategy="local", **how).ok
+
+
+@linux
+def test_threads_of_sixteen_cores_do_not_count_as_memory_of_the_step(monkeypatch):
+    """Seen on a machine of 16 cores, where no number of ranks could train."""
+    monkeypatch.setattr(requirements, "usable_cores", lambda: list(range(16)))
+    how = {"device": "cpu", "height": 512, "width": 1024, "steps": 1, "memory_cap_mib": 220}
+    assert labkit.run("convnext_spatial", nproc=2, strategy="local", **how).session["threads"] == 8

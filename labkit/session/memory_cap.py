@@ -25,8 +25,9 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
 
     On a GPU, torch's allocator enforces the limit, and counts whole segments (2 or 20 MiB) and the
     workspace of cuBLAS: a little more than the tensors. On a CPU, Linux does (RLIMIT_DATA), and
-    counts all writable memory: tensors, but also the stacks of threads, 8 MiB each. Raises
-    MemoryCapExceeded for an allocation beyond it, and ValueError on a CPU without Linux.
+    counts all writable memory: tensors, but also the stacks of threads that start later, 8 MiB
+    each; torch's own are started before. Raises MemoryCapExceeded for an allocation beyond it, and
+    ValueError on a CPU without Linux.
     """
     if mib is None:
         yield
@@ -60,6 +61,8 @@ def _set_limit(mib: int, device: torch.device) -> Callable[[], None]:
         raise ValueError(
             f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out"
         )
+    # Threads that torch starts later would count with their stacks: 64 MiB on 8 cores.
+    torch.ones(MIB, requires_grad=True).mul(2).sum().backward()
     # VmData is what counts towards RLIMIT_DATA.
     lines = Path("/proc/self/status").read_text().splitlines()
     (held_kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmData:"))
