@@ -529,6 +529,15 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=64, case="cpu_no_sync").verdi
 # Do not expect this way to be faster on a CPU: its GEMMs are library calls with a compiler or without, and the reducer
 # overlaps as well.
 #
+# <details><summary>What has become of this path?</summary>
+#
+# It was made for `DistributedDataParallel`. PyTorch's trainer no longer takes it (pytorch/torchtitan#1939), and its new
+# `replicate` is built on FSDP instead of DDP (pytorch/pytorch#158207, #166433). The three parts are still in the
+# PyTorch of this course, off and experimental. What replaces them lets the compiler see FSDP's collectives as operators
+# of its graph, and join them: `labkit.run("simple_fsdp", nproc=2, compile=True, bucket_mb=25)`.
+#
+# </details>
+#
 # *Takeaway: what a compiler has moved can be read; check that no line uses a buffer in flight.*
 #
 # ## 7. Take away ({minutes} minutes)
