@@ -76,6 +76,7 @@ def look_with_a_wrong_size():
         ddp.fuse_all_reduces = fused
 
 
+@pytest.mark.long
 def test_a_size_that_is_not_kept_is_seen(ranks):
     for verdict in ranks(2)(look_with_a_wrong_size):
         assert not verdict["ok"]

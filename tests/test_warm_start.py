@@ -138,6 +138,7 @@ def test_a_run_of_many_good_and_bad_ones_leaves_nothing(tmp_path):
     assert psutil.Process(parent).memory_info().rss < memory + 20e6
 
 
+@pytest.mark.long
 def test_a_parent_imports_nothing_beside_a_cold_run():
     parent = warm_start.ForkServer()
     parent.send_command(warm_start.PAUSE)
@@ -256,6 +257,7 @@ def test_an_interrupt_while_the_parent_forks_ends_nothing_but_that_run(tell):
     assert told(results[0]) == 7 and warm_start.fork_server_manager._parent.process is parent
 
 
+@pytest.mark.long
 def test_a_parent_that_does_not_answer_is_replaced(monkeypatch):
     labkit.run(PROGRAMS / "small.py", device="cpu")
     warm_start.fork_server_manager._parent.process.send_signal(signal.SIGSTOP)

@@ -134,6 +134,7 @@ def test_what_slurm_refuses_is_one_error_and_leaves_no_folder(runs):
     assert set(runs.iterdir()) == before
 
 
+@pytest.mark.long  # ten seconds of waiting; daily the limit of a run over hosts ends in stacks
 def test_after_its_limit_a_job_ends_with_the_stacks_of_all_nodes(started):
     with pytest.raises(labkit.RunTimedOut) as caught:
         started["takes too long"].result()

@@ -224,6 +224,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_peak_that_moves_as_a_model_gets_deeper_is_noticed(tmp_path):
     path = tmp_path / "moves.py"
     path.write_text(MOVES)
