@@ -44,10 +44,11 @@ doctor: $(INSTALLED) ## what this machine can do, and what to mend
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
 ALONE := tests/browser tests/test_benchmarks.py tests/test_comparison.py tests/test_core_use.py tests/test_emulated.py tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
-TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+# Ranks wait for each other, so three files keep two cores busy; the long tests compile, and two are enough.
+FILES := -n $(if $(ALL),2,3) --dist loadfile --no-loadscope-reorder
 define run-parts
 	@failed=; \
-	$(RUN) pytest $(TWO_FILES) -m "not calm and not alone$(1)" --ignore tests/test_mutants.py || failed="$$failed, side by side"; \
+	$(RUN) pytest $(FILES) -m "not calm and not alone$(1)" --ignore tests/test_mutants.py || failed="$$failed, side by side"; \
 	$(RUN) pytest -n 2 --dist loadgroup -m "calm$(1)" $(CALM) || failed="$$failed, calm"; \
 	$(RUN) pytest -m "alone$(1)" $(ALONE) || failed="$$failed, alone"; \
 	$(RUN) pytest -n 2 tests/test_mutants.py || failed="$$failed, mutants"; \
@@ -55,7 +56,7 @@ define run-parts
 endef
 
 check: lint ## what to run before each commit, 90 s: style, types, layers, and all tests that start no process
-	@$(RUN) pytest -q -p tests.fixture_quick $(TWO_FILES) -m "not browser and not calm and not long" --timeout 10
+	@$(RUN) pytest -q -p tests.fixture_quick $(FILES) -m "not browser and not calm and not long" --timeout 10
 
 test: export LABKIT_TEST := $(if $(ALL),all)
 test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every notebook and what else is marked long, as CI does
