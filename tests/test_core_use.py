@@ -71,7 +71,8 @@ def test_a_run_beside_a_busy_core_is_marked():
         result = labkit.run("convnext_spatial", nproc=1, strategy="plain", steps=10)
     finally:
         process.kill()
-    assert 0.5 < result.cores_of_others < 1.5
+    # The process above, and what the tests may run beside; were the rank counted too, it would be more.
+    assert 0.5 < result.cores_of_others < 1.9
 
 
 BUSY_NOTEBOOK = """\
