@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 import labkit
@@ -65,14 +66,14 @@ def spin() -> None:
 
 @pytest.mark.alone
 def test_a_run_beside_a_busy_core_is_marked():
+    beside = psutil.cpu_percent(interval=1) / 100 * psutil.cpu_count()  # the tests may run beside another program
     process = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
     process.start()
     try:
         result = labkit.run("convnext_spatial", nproc=1, strategy="plain", steps=10)
     finally:
         process.kill()
-    # The process above, and what the tests may run beside; were the rank counted too, it would be more.
-    assert 0.5 < result.cores_of_others < 1.9
+    assert 0.5 < result.cores_of_others < 1.5 + beside
 
 
 BUSY_NOTEBOOK = """\
