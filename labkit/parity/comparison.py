@@ -185,7 +185,7 @@ def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference beyond ``floor`` over the largest absolute value expected."""
     # Offloaded parameters are on the CPU, those of one device on the GPU.
-    actual, expected = actual.double().to(expected.device), expected.double()
+    actual, expected = actual.to(expected.device).double(), expected.double()
     # So one number serves weights, gradients and outputs of any scale.
     difference = ((actual - expected).abs().max() - floor).clamp(min=0).item()
     scale = expected.abs().max().item()
