@@ -146,6 +146,10 @@ def test_a_backend_that_a_cell_names_is_taken_and_only_a_missing_one_filled_in(c
     assert cell("-n 1", named) == "rank 0: 'cpu:gloo,cuda:gloo'\n"
 
 
+def test_each_rank_of_a_cell_has_compiled_code_of_its_own(cell):
+    assert cell("-n 2", "torch.compiler.config.cache_key_tag") == "rank 0: ' rank 0'\nrank 1: ' rank 1'\n"
+
+
 def test_the_result_is_bound_and_values_come_home(cell, shell):
     code = """
         from labkit import rank

@@ -75,6 +75,14 @@ def test_a_model_trains_as_on_one_device(model, nproc, compiled):
 
 
 @pytest.mark.long
+def test_ranks_with_other_rows_do_not_take_each_others_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    how = {"nproc": 3, "compile": True, "dim": 4, "layers": 1, "steps": 1, "timeout_s": 100}
+    # The first run fills the caches. Of 4 rows, the third rank has none.
+    assert all(labkit.check("simple_fsdp", **how).ok for _ in range(2))
+
+
+@pytest.mark.long
 def test_joined_collectives_train_as_on_one_device():
     result = labkit.check("simple_fsdp", compile=True, bucket_mb=0.01, dim=DIM, steps=2, timeout_s=280)
     assert result.ok and result.verdict["max_rel_error"] <= 1e-6

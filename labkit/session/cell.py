@@ -25,7 +25,7 @@ from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER
 from labkit.runs.folder import RunFolder, write_json, write_text
 from labkit.session.emulated_wire import emulate_all_groups
 from labkit.session.payload import load_emulated, load_payload
-from labkit.session.session import batch_schedule_new_threads
+from labkit.session.session import batch_schedule_new_threads, separate_compiled_code
 
 # What tracebacks and stacks call the cell.
 CELL_NAME = "<cell>"
@@ -44,6 +44,7 @@ def main() -> None:
     on_cpu = os.environ.get(ENV_DEVICE) == "cpu" or not torch.cuda.is_available()
     if not hardware:
         set_default_backend("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
+    separate_compiled_code(rank)
     # On GPUs the cell decides where it computes.
     if rank == 0 and on_cpu:
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}

@@ -180,6 +180,7 @@ def session() -> Iterator[Session]:
         torch.cuda.set_device(device)
     elif meter_class.pins_cores:
         pin_to_own_cores(cores)
+    separate_compiled_code(rank)
     folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
     hardware = payload.load_emulated()
@@ -218,6 +219,17 @@ def session() -> Iterator[Session]:
         # among others must end at once, or its error would never be told.
         if not failed or world_size == 1:
             dist.destroy_process_group()
+
+
+def separate_compiled_code(rank: int) -> None:
+    """Let this rank reuse only code that it compiled itself.
+
+    torch's caches know a DTensor by its global shape, and a graph as it is before gathers are
+    joined. So ranks whose rows differ took each other's code, and waited for ever or read wrong
+    rows (pytorch/pytorch#188390, #188332).
+    """
+    settings = torch.compiler.config
+    settings.cache_key_tag = f"{settings.cache_key_tag} rank {rank}"
 
 
 def choose_device() -> tuple[torch.device, str]:
