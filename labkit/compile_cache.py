@@ -2,7 +2,8 @@
 
 torch.compile writes a library under its final name, and takes every file of that name for a whole
 one. If the compile is killed, or the disk is full, part of a library stays, and each later run that
-needs it fails with "file too short". So labkit removes such files before ranks start.
+needs it fails with "file too short". So labkit removes such files before ranks start, and stops the
+compilers of notebooks that are gone, which would go on to write them.
 """
 
 import contextlib
@@ -13,6 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
+from labkit.environment import ENV_NOTEBOOK_PID
 from labkit.runs import private_files
 
 ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
@@ -40,6 +44,7 @@ def cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     # If the folder cannot be made, torch reports it when it compiles.
     with contextlib.suppress(OSError):
         folder = own_folder()
+        _stop_orphaned_compilers(folder)
         partial_libraries(folder, remove=True)
         return {ENV_COMPILE_CACHE: str(folder)}
     return {}
@@ -70,6 +75,21 @@ def partial_libraries(folder: Path, *, remove: bool = False) -> list[Path]:
                 if remove:
                     library.unlink()
     return found
+
+
+def _stop_orphaned_compilers(folder: Path) -> None:
+    # Only where something was to be compiled, because looking at every process takes time.
+    if all(source.with_suffix(".so").exists() for source in folder.glob("*/*.cpp")):
+        return
+    orphans = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if any(str(folder) in word for word in process.cmdline()):
+                notebook = process.environ().get(ENV_NOTEBOOK_PID, os.getpid())
+                if not psutil.pid_exists(int(notebook)):
+                    process.kill()
+                    orphans.append(process)
+    psutil.wait_procs(orphans, LOCK_TIMEOUT_S)
 
 
 def _is_partial(library: Path) -> bool:

@@ -4,6 +4,7 @@ import _ctypes
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import labkit
 from labkit import compile_cache, doctor
+from labkit.environment import ENV_NOTEBOOK_PID
 from labkit.launcher import process
 from labkit.runs import private_files
 from labkit.runs.folder import RunFolder
@@ -76,6 +78,25 @@ def test_under_a_bare_torchrun_the_error_says_what_to_delete(monkeypatch, capsys
     monkeypatch.setattr(session.payload, "current_run_folder", lambda: None)
     session.run_main(main, object)
     assert compile_cache.PARTIAL_LIBRARY_FIX in capsys.readouterr().err
+
+
+def test_compilers_of_a_notebook_that_is_gone_are_stopped(folder):
+    write(folder, "caa.main.cpp", b"")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    compiling = [sys.executable, "-c", "import time; time.sleep(60)", "-o", str(folder / "aa" / "caa.main.so")]
+    notebooks = {"gone": gone.pid, "here": os.getpid()}
+    compilers = {
+        name: subprocess.Popen(compiling, env=os.environ | {ENV_NOTEBOOK_PID: str(pid)})
+        for name, pid in notebooks.items()
+    }
+    try:
+        compile_cache.cache_variables({})
+        assert [name for name, each in compilers.items() if each.poll() is None] == ["here"]
+    finally:
+        for each in compilers.values():
+            each.kill()
+            each.wait()
 
 
 COMPILES = """
