@@ -8,6 +8,7 @@ from matplotlib import pyplot
 from labkit import inductor, plots
 from labkit.runs.folder import RunFolder
 from labkit.runs.result import RunResult
+from labkit_course.widgets import buckets
 
 CODE = (Path(__file__).parent / "data" / "ddp_coalesced.py.txt").read_text()
 WEIGHT, BIAS = 16_000_000, 8000
@@ -197,7 +198,7 @@ def spans_of(collection):
 
 
 def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
-    ax = plots.backward_timeline([(0.001, 0.003), (0.003, 0.006)], 0.005)
+    ax = buckets.backward_timeline([(0.001, 0.003), (0.003, 0.006)], 0.005)
     arithmetic, hidden, exposed = map(spans_of, ax.collections)
     assert arithmetic == [pytest.approx((0, 5))]
     assert hidden == [pytest.approx((1, 3)), pytest.approx((3, 5))]
@@ -207,14 +208,14 @@ def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
 
 
 def test_a_measured_backward_pass_is_a_third_bar():
-    ax = plots.backward_timeline([(0.001, 0.003), (0.004, 0.005)], 0.004, measured_s=0.0095)
+    ax = buckets.backward_timeline([(0.001, 0.003), (0.004, 0.005)], 0.004, measured_s=0.0095)
     assert [bar.get_width() for bar in ax.patches] == [pytest.approx(9.5)]
     assert texts(ax) == ["9.5", "predicted 5"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["computes", "2 buckets", "measured"]
 
 
 def test_bars_by_size_are_arithmetic_and_what_is_exposed_and_the_chosen_one_is_bold():
-    ax = plots.backward_time_by_bucket_size(
+    ax = buckets.backward_time_by_bucket_size(
         {"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007
     )
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([5, 10, 5, 1])

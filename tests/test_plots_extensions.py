@@ -17,6 +17,7 @@ from labkit.parallel.extensions import apply_extension
 from labkit.plots import extensions as figures
 from labkit.runs.result import RunResult
 from labkit.tensors import plain_tensors
+from labkit_course.widgets import gather
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 NAMES = {"TwoTensor": "two_tensor", "int8": "int8"}
@@ -229,11 +230,11 @@ def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them()
 
 def test_a_histogram_of_errors_has_the_bound_of_theory_dashed_on_both_sides():
     errors = numpy.array([-0.004, 0.0, 0.0, 0.002])
-    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8")
+    ax = gather.error_histogram(errors, 0.005, 0.004, label="int8")
     assert sorted(float(line.get_xdata()[0]) for line in dashed(ax)) == [-0.5, 0.5]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["theory: at most 0.5 %", "measured: at most 0.4 %"]
     tops = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert tops.max() == 50, "half of the weights have no error"
     assert to_hex(ax.collections[0].get_facecolor()[0]) == figures.encoding_colour("int8").lower()
-    assert plots.error_histogram(numpy.zeros(3), 0.0).get_xlim()[1] > 0
+    assert gather.error_histogram(numpy.zeros(3), 0.0).get_xlim()[1] > 0

@@ -11,6 +11,7 @@ from labkit import plots
 from labkit.plots import style
 from labkit.plots.two_dim import AXIS_COLOURS
 from labkit.runs.result import RunResult
+from labkit_course.widgets import two_axes
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 RUN = RunResult(Path("nowhere"), {"nproc": 4, "exit": "ok", "params": {}, "session": SESSION}, [], [])
@@ -137,7 +138,7 @@ def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_th
         2: {"compute": 0.002, "tp": 0.001, "data": 0.002},
         4: {"compute": 0.002, "tp": 0.001, "data": 0.0},
     }
-    ax = plots.step_time_by_split(seconds, chosen=2, measured_s=0.007)
+    ax = two_axes.step_time_by_split(seconds, chosen=2, measured_s=0.007)
     bars = [bar for bar in ax.patches if bar.get_height()]
     sums = [(bar.get_height(), bar.get_linestyle()) for bar in bars if not bar.get_fill()]
     assert sums == [(pytest.approx(size), "--") for size in (6, 5, 3)]
@@ -148,4 +149,4 @@ def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_th
     assert [label.get_weight() for label in ax.get_xticklabels()] == ["normal", "bold", "normal"]
     assert ax.get_ylabel() == "one step of a rank, ms"
     tiny = {1: {"compute": 2e-6, "tp": 0.0, "data": 0.0}}
-    assert plots.step_time_by_split(tiny, chosen=1).get_ylabel() == "one step of a rank, µs"
+    assert two_axes.step_time_by_split(tiny, chosen=1).get_ylabel() == "one step of a rank, µs"

@@ -17,20 +17,12 @@ from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
 
 IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
-MESSAGE_COLOURS = {
-    "arithmetic": style.ORANGE,
-    "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
-    "exposed": style.EXPOSURE_COLOUR,
-}
 BAR_STYLE: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
 DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
 TICK_STYLE = DOT_STYLE | {"color": WAIT_COLOUR, "marker": "|", "markersize": 12}
 TICK_STYLE["markeredgewidth"] = 2.5
-Span = tuple[float, float]
 # Fractions of the width: the boxes, the space after them, and a letter in a box.
 BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
-# The white outlines of more messages than this would cover the messages themselves.
-OUTLINE_LIMIT = 40
 # More letters than this do not fit below the boxes.
 MAX_LETTERS_BELOW = 60
 
@@ -184,51 +176,6 @@ def _size_text(label: str) -> str:
     return "each\ngradient" if size < 1 / 1024 else f"{size:g}"
 
 
-def backward_timeline(
-    journeys_s: Sequence[Span],
-    backward_s: float,
-    *,
-    measured_s: float = 0.0,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
-
-    ``journeys_s`` are when each bucket leaves and arrives, ``backward_s`` is the arithmetic alone.
-    ``measured_s``, if any, is a third bar.
-    """
-    ax = style.make_axes(ax)
-    messages = 1e3 * numpy.array(journeys_s)  # [bucket, 2]: leaves, arrives
-    done = 1e3 * backward_s
-    work = numpy.array([(0.0, done)])
-    # A message is exposed from its seam on: from the end of the arithmetic.
-    leaves, arrives = messages.T
-    seams = numpy.minimum(arrives, done)
-    covered = numpy.column_stack([leaves, seams])
-    exposed = numpy.column_stack([numpy.maximum(leaves, seams), arrives])
-    end, measured_ms = max(done, arrives.max()), 1e3 * measured_s
-    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
-    rows = ((work, -0.3, 0.0), (covered, 0.7, width), (exposed, 0.7, width))
-    for (spans, top, edge), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
-        lengths = [(start, stop - start) for start, stop in spans if stop > start]
-        look: dict[str, Any] = {"edgecolor": "white", "linewidth": edge}
-        ax.broken_barh(lengths, (top, 0.6), facecolor=colour, **look)
-    ax.axvline(end, **style.PREDICTION_STYLE)
-    labels = ["computes", style.count_text(len(messages), "bucket")]
-    if measured_s:
-        ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
-        text = f" {style.short_number_text(measured_ms)}"
-        ax.text(measured_ms, 2, text, va="center", fontsize=9)
-        labels.append("measured")
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set(xlim=(0, 1.12 * max(end, measured_ms)), ylim=(len(labels) - 0.5, -0.9))
-    ax.set_xlabel("since the backward pass began, ms")
-    ax.tick_params(axis="y", length=0)
-    text = f"predicted {style.short_number_text(end)}"
-    style.add_note(ax, text, (end, -0.6), (-4, 0), ha="right")
-    style.add_legend_above(ax, 3, style.legend_patches(MESSAGE_COLOURS))
-    return ax
-
-
 def exposure_by_bucket_size(
     sizes_mb: Sequence[float],
     multiples: Mapping[str, Sequence[float]],
@@ -257,22 +204,4 @@ def exposure_by_bucket_size(
     ticks = [size for size in (1, 10, 100) if min(sizes_mb) <= size <= max(sizes_mb)]
     ax.set_xticks(ticks, [f"{size}" for size in ticks])
     style.add_legend_above(ax, len(multiples))
-    return ax
-
-
-def backward_time_by_bucket_size(
-    predicted_s: Mapping[str, Span], chosen: str, *, measured_s: float = 0.0, ax: Axes | None = None
-) -> Axes:
-    """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
-
-    The label ``chosen`` is bold; ``measured_s``, the time measured for it, is a dot.
-    """
-    ax = style.make_axes(ax)
-    rows = {}
-    for label, (work_s, exposed_s) in predicted_s.items():
-        rows[label] = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
-    style.draw_rows_with_choice(ax, rows, MESSAGE_COLOURS, chosen, 1e3 * measured_s)
-    ax.set_xlabel("backward pass, ms")
-    title = "by size of bucket" + (", dot: measured" if measured_s else "")
-    ax.set_title(title, fontsize=9, loc="left")
     return ax

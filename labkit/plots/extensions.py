@@ -2,7 +2,6 @@
 
 from typing import Any, Literal, NamedTuple
 
-import numpy
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -166,36 +165,3 @@ def error_by_bytes(
         handles.append(style.prediction_handle("theory: at most"))
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
-
-
-def error_histogram(
-    errors: numpy.ndarray,
-    bound: float,
-    measured: float | None = None,
-    *,
-    label: str = "",
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw the distribution of the errors of gathered weights, in percent.
-
-    An error is relative to the largest weight of its parameter. ``bound`` is the largest that
-    theory allows, ``measured`` the largest in a run; the encoding ``label`` sets the colour.
-    """
-    ax = style.make_axes(ax, 5.0, 3.6)
-    # In percent, and a little beyond the bound; without rounding there is no bound.
-    side = 115 * (bound or 0.001)
-    shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
-    shares = 100 * shares / errors.size
-    look: dict[str, Any] = {"color": encoding_colour(label), "alpha": 0.45, "lw": 0}
-    ax.fill_between(edges, [*shares, 0.0], step="post", **look)
-    found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
-    lines = (("theory", bound, style.PREDICTION_STYLE), ("measured", measured, found))
-    for source, line, look in lines:
-        if line is not None:
-            ax.axvline(-100 * line, **look)
-            ax.axvline(100 * line, label=f"{source}: at most {100 * line:.3g} %", **look)
-    ax.set(xlim=(-side, side), ylim=(0, 1.05 * shares.max()), ylabel="share of the weights, %")
-    ax.locator_params(axis="x", nbins=7)
-    ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
-    style.add_legend_above(ax, 2)
-    return ax

@@ -9,7 +9,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from labkit.plots import style
 from labkit.plots.memory import byte_bars
-from labkit.plots.style import Numbers, Stacks
+from labkit.plots.style import Stacks
 from labkit.runs.result import RunResult
 
 Matrix = Sequence[Sequence[float]]
@@ -229,41 +229,3 @@ def step_time_by_tp(
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
     style.add_figure_legend(axes[0], "upper", TIME_LABELS, fontsize=9)
     return axes
-
-
-def step_time_by_split(
-    seconds: Mapping[int, Numbers],
-    *,
-    chosen: int,
-    measured_s: float = 0.0,
-    ax: Axes | None = None,
-    xlabel: str = "ranks along tp",
-) -> Axes:
-    """Draw the predicted time of a step by tp, with the chosen size in bold and the best one named.
-
-    ``seconds`` are of ``compute``, ``tp`` and ``data`` by size of tp; ``measured_s`` is a bar
-    beside the chosen size.
-    """
-    ax = style.make_axes(ax)
-    totals_s = {tp: sum(parts.values()) for tp, parts in seconds.items()}
-    # A tie goes to the smaller size of tp.
-    best, highest_s = min(totals_s, key=totals_s.__getitem__), max(*totals_s.values(), measured_s)
-    (unit, size), legend = style.time_unit(highest_s), TIME_LABELS
-    for column, (tp, parts) in enumerate(seconds.items()):
-        heights = {part: parts[part] / size for part in TIME_COLOURS}
-        top = style.draw_stack(ax.bar, column, heights, TIME_COLOURS, 0.5)
-        ax.bar(column, top, 0.5, fill=False, **style.FRAME_STYLE)
-        text = "best: " * (tp == best) + style.short_number_text(top)
-        said = ax.text(column, top, text, fontsize=8, **style.ON_TOP)
-        if tp == chosen and measured_s:
-            # The measured bar takes the space to the right.
-            said.set(x=column + 0.25, ha="right")
-            height, legend = measured_s / size, legend | {"measured": style.GREEN}
-            ax.bar(column + 0.37, height, 0.2, color=style.GREEN)
-            number = style.short_number_text(height)
-            ax.text(column + 0.29, height, number, va="bottom", fontsize=8)
-    ax.set_xticks(range(len(seconds)), list(map(str, seconds)))
-    ax.get_xticklabels()[list(seconds).index(chosen)].set_fontweight("bold")
-    ax.set(ylabel=f"one step of a rank, {unit}", xlabel=xlabel, ylim=(0, 1.12 * highest_s / size))
-    style.add_legend_above(ax, 4, style.legend_patches(legend), **style.SMALL_LEGEND)
-    return ax

@@ -1,11 +1,13 @@
 """Explorer of lab 4b: what DDP's bucket size does to the messages of a backward pass."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import labkit
-from labkit.plots import ddp as plots
 from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import ddp as theory
@@ -25,6 +27,14 @@ BUCKET_SIZES_MB = {
 NETWORKS = {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)}
 # In an all-reduce of two ranks, each sends twice.
 RANKS, ALL_REDUCE_STEPS = 2, 2
+MESSAGE_COLOURS = {
+    "arithmetic": style.ORANGE,
+    "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
+    "exposed": style.EXPOSURE_COLOUR,
+}
+# The white outlines of more messages than this would cover the messages themselves.
+OUTLINE_LIMIT = 40
+Span = tuple[float, float]
 
 
 class BucketExplorer(Explorer):
@@ -56,7 +66,7 @@ class BucketExplorer(Explorer):
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
         backward_s = chosen["backward_ms"] / 1e3
         journeys = _bucket_transfer_times(**chosen)
-        plots.backward_timeline(journeys, backward_s, measured_s=measured_s, ax=line)
+        backward_timeline(journeys, backward_s, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
         parts = {}
         for name, size in BUCKET_SIZES_MB.items():
@@ -64,7 +74,7 @@ class BucketExplorer(Explorer):
             parts[name] = (backward_s, exposed_s)
             if size == chosen["bucket_mb"]:
                 label = name
-        plots.backward_time_by_bucket_size(parts, label, measured_s=measured_s, ax=sizes)
+        backward_time_by_bucket_size(parts, label, measured_s=measured_s, ax=sizes)
         sizes.set_xlabel("backward pass, ms (*: first bucket at 1 MiB)", fontsize=8)
         end_ms, exposed_ms = 1e3 * sum(parts[label]), 1e3 * parts[label][1]
         words = (
@@ -109,3 +119,66 @@ def _bucket_transfer_times(**chosen: Any) -> list[tuple[float, float]]:
 
 def _backward_end_s(**chosen: Any) -> float:
     return max(chosen["backward_ms"] / 1e3, _bucket_transfer_times(**chosen)[-1][1])
+
+
+def backward_timeline(
+    journeys_s: Sequence[Span],
+    backward_s: float,
+    *,
+    measured_s: float = 0.0,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
+
+    ``journeys_s`` are when each bucket leaves and arrives, ``backward_s`` is the arithmetic alone.
+    ``measured_s``, if any, is a third bar.
+    """
+    ax = style.make_axes(ax)
+    messages = 1e3 * numpy.array(journeys_s)  # [bucket, 2]: leaves, arrives
+    done = 1e3 * backward_s
+    work = numpy.array([(0.0, done)])
+    # A message is exposed from its seam on: from the end of the arithmetic.
+    leaves, arrives = messages.T
+    seams = numpy.minimum(arrives, done)
+    covered = numpy.column_stack([leaves, seams])
+    exposed = numpy.column_stack([numpy.maximum(leaves, seams), arrives])
+    end, measured_ms = max(done, arrives.max()), 1e3 * measured_s
+    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
+    rows = ((work, -0.3, 0.0), (covered, 0.7, width), (exposed, 0.7, width))
+    for (spans, top, edge), colour in zip(rows, MESSAGE_COLOURS.values(), strict=True):
+        lengths = [(start, stop - start) for start, stop in spans if stop > start]
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": edge}
+        ax.broken_barh(lengths, (top, 0.6), facecolor=colour, **look)
+    ax.axvline(end, **style.PREDICTION_STYLE)
+    labels = ["computes", style.count_text(len(messages), "bucket")]
+    if measured_s:
+        ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
+        text = f" {style.short_number_text(measured_ms)}"
+        ax.text(measured_ms, 2, text, va="center", fontsize=9)
+        labels.append("measured")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set(xlim=(0, 1.12 * max(end, measured_ms)), ylim=(len(labels) - 0.5, -0.9))
+    ax.set_xlabel("since the backward pass began, ms")
+    ax.tick_params(axis="y", length=0)
+    text = f"predicted {style.short_number_text(end)}"
+    style.add_note(ax, text, (end, -0.6), (-4, 0), ha="right")
+    style.add_legend_above(ax, 3, style.legend_patches(MESSAGE_COLOURS))
+    return ax
+
+
+def backward_time_by_bucket_size(
+    predicted_s: Mapping[str, Span], chosen: str, *, measured_s: float = 0.0, ax: Axes | None = None
+) -> Axes:
+    """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
+
+    The label ``chosen`` is bold; ``measured_s``, the time measured for it, is a dot.
+    """
+    ax = style.make_axes(ax)
+    rows = {}
+    for label, (work_s, exposed_s) in predicted_s.items():
+        rows[label] = {"arithmetic": 1e3 * work_s, "exposed": 1e3 * exposed_s}
+    style.draw_rows_with_choice(ax, rows, MESSAGE_COLOURS, chosen, 1e3 * measured_s)
+    ax.set_xlabel("backward pass, ms")
+    title = "by size of bucket" + (", dot: measured" if measured_s else "")
+    ax.set_title(title, fontsize=9, loc="left")
+    return ax

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import labkit
@@ -78,7 +79,7 @@ class GatherExplorer(Explorer):
         byte_bars(bars, measured, BYTE_COLOURS, ylabel=what, columns=2, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         bound = theory.rounding_error(extension)
-        plots.error_histogram(errors, bound, found, label=extension, ax=wide)
+        error_histogram(errors, bound, found, label=extension, ax=wide)
         return (
             f"{extension} hands {sent / whole:.3g} of float32's bytes to the all-gathers, "
             f"{of_scales / sent:.2%} of them scales; the errors of the worst parameter have "
@@ -132,3 +133,36 @@ def _rounding_errors(
         errors.append(((rounded - exact) / exact.abs().max()).flatten().numpy())
     largest, rms = map(max, zip(*of_parameters, strict=True))
     return largest, rms, numpy.concatenate(errors)
+
+
+def error_histogram(
+    errors: numpy.ndarray,
+    bound: float,
+    measured: float | None = None,
+    *,
+    label: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the distribution of the errors of gathered weights, in percent.
+
+    An error is relative to the largest weight of its parameter. ``bound`` is the largest that
+    theory allows, ``measured`` the largest in a run; the encoding ``label`` sets the colour.
+    """
+    ax = style.make_axes(ax, 5.0, 3.6)
+    # In percent, and a little beyond the bound; without rounding there is no bound.
+    side = 115 * (bound or 0.001)
+    shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
+    shares = 100 * shares / errors.size
+    look: dict[str, Any] = {"color": plots.encoding_colour(label), "alpha": 0.45, "lw": 0}
+    ax.fill_between(edges, [*shares, 0.0], step="post", **look)
+    found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
+    lines = (("theory", bound, style.PREDICTION_STYLE), ("measured", measured, found))
+    for source, line, look in lines:
+        if line is not None:
+            ax.axvline(-100 * line, **look)
+            ax.axvline(100 * line, label=f"{source}: at most {100 * line:.3g} %", **look)
+    ax.set(xlim=(-side, side), ylim=(0, 1.05 * shares.max()), ylabel="share of the weights, %")
+    ax.locator_params(axis="x", nbins=7)
+    ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
+    style.add_legend_above(ax, 2)
+    return ax

@@ -1,7 +1,9 @@
 """Explorer of lab 5: bytes and time along both axes of a mesh, by the number of ranks along tp."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import labkit
@@ -74,7 +76,7 @@ class TwoAxesExplorer(Explorer):
         xlabel = f"ranks along tp, of {ranks}"
         plots.traffic_by_axis(wires, counted, ax=sent, xlabel=xlabel)
         look: dict[str, Any] = {"measured_s": took_s, "ax": times}
-        plots.step_time_by_split(seconds, chosen=tp, xlabel=f"{xlabel}; bold: chosen", **look)
+        step_time_by_split(seconds, chosen=tp, xlabel=f"{xlabel}; bold: chosen", **look)
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
             # Every bar has its number, and each tick takes time to draw.
@@ -148,3 +150,41 @@ def _steps(**chosen: Any) -> tuple[dict[int, dict[str, float]], dict[int, dict[s
         tp: theory.seconds_after_overlap(parts, chosen["overlap"]) for tp, parts in seconds.items()
     }
     return wires, hidden
+
+
+def step_time_by_split(
+    seconds: Mapping[int, style.Numbers],
+    *,
+    chosen: int,
+    measured_s: float = 0.0,
+    ax: Axes | None = None,
+    xlabel: str = "ranks along tp",
+) -> Axes:
+    """Draw the predicted time of a step by tp, with the chosen size in bold and the best one named.
+
+    ``seconds`` are of ``compute``, ``tp`` and ``data`` by size of tp; ``measured_s`` is a bar
+    beside the chosen size.
+    """
+    ax = style.make_axes(ax)
+    totals_s = {tp: sum(parts.values()) for tp, parts in seconds.items()}
+    # A tie goes to the smaller size of tp.
+    best, highest_s = min(totals_s, key=totals_s.__getitem__), max(*totals_s.values(), measured_s)
+    (unit, size), legend = style.time_unit(highest_s), plots.TIME_LABELS
+    for column, (tp, parts) in enumerate(seconds.items()):
+        heights = {part: parts[part] / size for part in plots.TIME_COLOURS}
+        top = style.draw_stack(ax.bar, column, heights, plots.TIME_COLOURS, 0.5)
+        ax.bar(column, top, 0.5, fill=False, **style.FRAME_STYLE)
+        text = "best: " * (tp == best) + style.short_number_text(top)
+        said = ax.text(column, top, text, fontsize=8, **style.ON_TOP)
+        if tp == chosen and measured_s:
+            # The measured bar takes the space to the right.
+            said.set(x=column + 0.25, ha="right")
+            height, legend = measured_s / size, legend | {"measured": style.GREEN}
+            ax.bar(column + 0.37, height, 0.2, color=style.GREEN)
+            number = style.short_number_text(height)
+            ax.text(column + 0.29, height, number, va="bottom", fontsize=8)
+    ax.set_xticks(range(len(seconds)), list(map(str, seconds)))
+    ax.get_xticklabels()[list(seconds).index(chosen)].set_fontweight("bold")
+    ax.set(ylabel=f"one step of a rank, {unit}", xlabel=xlabel, ylim=(0, 1.12 * highest_s / size))
+    style.add_legend_above(ax, 4, style.legend_patches(legend), **style.SMALL_LEGEND)
+    return ax
