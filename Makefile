@@ -43,7 +43,7 @@ doctor: $(INSTALLED) ## what this machine can do, and what to mend
 # are explained in pyproject.toml; CALM and ALONE spare pytest the reading of files that hold none of the part's tests.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
-ALONE := tests/browser tests/test_benchmarks.py tests/test_comparison.py tests/test_core_use.py tests/test_emulated.py tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
+ALONE := tests/browser tests/test_benchmarks.py tests/test_comparison.py tests/test_core_use.py tests/test_emulated.py tests/test_fsdp.py tests/test_simple_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
 # Ranks wait for each other, so three files keep two cores busy; the long tests compile, and two are enough.
 FILES := -n $(if $(ALL),2,3) --dist loadfile --no-loadscope-reorder
 define run-parts

@@ -101,7 +101,9 @@ def several_ranks(ranks: int) -> Iterator[Experiment]:
     yield Experiment("bytes", "allgather_extensions", ranks, {"check": "wire"})
     yield Experiment("parity", ranks=ranks, **parity("ddp_compile", dim=256), limit_s=120)
     yield Experiment("parity", ranks=ranks, **parity("simple_fsdp", model="transformer"))
-    yield Experiment("parity", ranks=ranks, **parity("simple_fsdp", compile=True, bucket_mb=1), limit_s=120)
+    yield Experiment(
+        "parity", ranks=ranks, **parity("simple_fsdp", compile=True, bucketing="passes", bucket_mb=1), limit_s=120
+    )
     yield Experiment("parity", ranks=ranks, **parity("two_dim", tp=tp, compile=False))
     yield Experiment("parity", ranks=ranks, **parity("decoder", tp=tp, seq=tp > 1))
     yield Experiment("time line", "fsdp_wrap", ranks, {"timeline": True, "model": "mlp_stack"})

@@ -55,8 +55,8 @@ class Finding:
         """Tell whether somebody who begins this lab, such as 4b, should read it."""
         if self.status == "OK":
             return self.what in SHORT_REPORT
-        named = re.match(r"labs? (\d+b?(?:(?:, | and )\d+b?)*)(?! ranks)", self.labs)
-        return not named or lab in re.findall(r"\d+b?", named[1])
+        named = re.match(r"labs? (\d+[bc]?(?:(?:, | and )\d+[bc]?)*)(?! ranks)", self.labs)
+        return not named or lab in re.findall(r"\d+[bc]?", named[1])
 
     def __str__(self) -> str:
         line = f"[{self.status}]".ljust(7) + f"{self.what}: {self.detail}"
@@ -168,7 +168,7 @@ def check_compiler() -> Finding:
     """Check for a C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
         fix = requirements.COMPILER_FIX
-        return Finding("FAIL", "C++ compiler", seen, fix, "labs 4 and 4b (torch.compile)")
+        return Finding("FAIL", "C++ compiler", seen, fix, "labs 4, 4b and 4c (torch.compile)")
     command = [requirements.compiler_name(), "--version"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or command)[0])

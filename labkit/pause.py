@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from labkit import torch_private
 from labkit.torch_private import tree_leaves, tree_map_only
@@ -57,6 +58,8 @@ def _make_operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     def keep_number(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
         ctx.number = inputs[1]
 
+    # inductor hides communication behind operators whose FLOPs it could count.
+    register_flop_formula(torch.ops.labkit.pause)(lambda *_, **__: 0)
     for operator in (pause, pause_backward):
         operator.register_fake(lambda x, number: torch.empty_like(x))
     pause.register_autograd(lambda ctx, grad: (grad, None))
@@ -92,17 +95,17 @@ def attach_pause(block: nn.Module, in_forward: Pause, in_backward: Pause) -> Non
     pause, pause_later = _make_operators()
 
     # Before the block is wrapped: FSDP's hooks then gather its parameters before the pause.
-    def pause_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def pause_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            return (pause(args[0], number), *args[1:]), kwargs
+            return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         wait_for_messages(tensors)
         in_forward(tensors[0].device)
-        return None
 
     def pause_backward(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _change_first(output, lambda x: pause_later(x, number + 1))[0]
+            # Behind the block's arithmetic, which needs the parameters that a compiler may gather.
+            return _change_first(output, lambda x: pause_later(pause(x, number), number + 1))[0]
         return pause_once(output, in_backward)[0]
 
     block.register_forward_pre_hook(pause_forward, with_kwargs=True)

@@ -164,6 +164,11 @@ torch.distributed.elastic.multiprocessing.api
 [session] which collectives hang, where a run is stopped
 torch._C._distributed_c10d:_dump_fr_trace_json: torch's flight recorder
 
+[session] emulated links, where inductor joins gathers: lab 4c
+torch._C._distributed_c10d
+    _resolve_process_group: the group of a gather, which is given by its name
+    _register_work: what a later wait for the gather waits for
+
 [session] every run that measures its traffic, and a clean end of every session
 torch.distributed.distributed_c10d
     _world: all process groups of this process
@@ -259,9 +264,13 @@ torch._inductor
     config._fuse_ddp_communication: fuses all-reduces into buckets
     config._fuse_ddp_communication_passes config._fuse_ddp_bucket_size: how it fuses them
     config.reorder_for_locality: must not take a backward pass for inference
-    config.bucket_all_gathers_fx config.bucket_reduce_scatters_fx: buckets of SimpleFSDP
-    config.bucket_all_gathers_fx_bucket_size_determinator: their size
-    config.bucket_reduce_scatters_fx_bucket_size_determinator: their size
+    config.post_grad_custom_post_pass: calls a pass over the graph: lab 4c
+    config.reorder_for_peak_memory: would move gathers back
+torch:ops._c10d_functional
+    all_gather_into_tensor.default wait_tensor.default: found in graphs, and put there: lab 4c
+torch._inductor.fx_passes.overlap_scheduling: inductor's own pass: lab 4c
+    schedule_overlap_bucketing: chooses buckets and order
+    estimate_roofline_runtime_ms: replaced: a CPU's torch cannot ask for the speed of a GPU
 torch._inductor.fx_passes.ddp_fusion: the passes that fuse
     fuse_ddp_with_concat_op fuse_ddp_with_coalesced_op: two of these passes
     schedule_comm_wait: moves waits to the first use

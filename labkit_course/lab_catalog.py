@@ -66,7 +66,7 @@ def find_lab(name: str) -> Lab:
     """Return a lab by the notebook's name, its number, or its short name; else ParameterError."""
     wanted = name.removesuffix(".ipynb")
     # The number of a lab, such as "2" or "0b", may be given without its leading zero.
-    wanted = f"0{wanted}" if wanted[:1].isdigit() and len(wanted.rstrip("b")) == 1 else wanted
+    wanted = f"0{wanted}" if wanted[:1].isdigit() and len(wanted.rstrip("bc")) == 1 else wanted
     for lab in all_labs():
         if wanted and wanted in (lab.name, lab.name.partition("_")[0], lab.key):
             return lab

@@ -1,61 +1,90 @@
 """Train a model whose parameters the compiler gathers: SimpleFSDP.
 
     torchrun --standalone --nproc-per-node 2 -m launch.simple_fsdp --compile
-    torchrun --standalone --nproc-per-node 2 -m launch.simple_fsdp --compile --bucket-mb 1
+    torchrun --standalone --nproc-per-node 2 -m launch.simple_fsdp --bucketing passes --bucket-mb 1
     torchrun --standalone --nproc-per-node 2 -m launch.simple_fsdp --check parity
 
 ``fsdp_wrap`` gathers a unit's parameters in a hook. Here reading a parameter gathers it, so a
-compiled step holds every collective as an operator, which the compiler may join with others. The
-compiler keeps gathered parameters for the backward pass, so a step gathers each one once.
+compiled step holds every collective as an operator, which a pass over the graph may join with
+others and start earlier. The compiler keeps gathered parameters for the backward pass, so a step
+gathers each one once.
 """
 
-import contextlib
-from collections.abc import Iterable
+import json
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, Node
 from torch.optim import Optimizer
 
-from labkit import parity, rank, requirements
+from labkit import parity, rank, requirements, torch_private
 from labkit.config import PositiveFloat, PositiveInt
 from labkit.models import catalog
+from labkit.models.chain import LinearChain
 from labkit.models.protocol import LabModel
+from labkit.parallel import graph_passes
 from labkit.parallel.checkpointing import find_blocks
-from labkit.parallel.simple_fsdp import apply_simple_fsdp, bucket_collectives
+from labkit.parallel.ddp import capture_generated_code
+from labkit.parallel.simple_fsdp import apply_simple_fsdp
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.session.meter import Step
+from labkit.session.payload import load_emulated
+from labkit.theory.emulated import Emulated
+
+# More would reach the compiler's limit for one model.
+MAX_SIZES = 7
 
 
 @dataclass
 class Config:
     """Which model, what the compiler does, and what is measured."""
 
-    model: catalog.ModelName = "mlp_stack"
+    model: catalog.ModelName | Literal["chain"] = "mlp_stack"
     """The model to train; hf_bert and hf_t5 need transformers. Not moe."""
     compile: bool = False
     """Compile the model, gathers included, into one graph."""
+    bucketing: Literal["none", "passes", "inductor"] = "none"
+    """Who changes the compiled graphs: nobody, labkit's passes (or change_graph of use=), which
+    join gathers and start them early, or inductor's own pass, which is experimental.
+    """
     bucket_mb: PositiveFloat | None = None
-    """Let inductor join neighbouring collectives of the graph up to this many MiB."""
+    """A bucket of gathers closes once it holds this many MiB; by default none are joined."""
+    sizes_mb: tuple[PositiveFloat, ...] = ()
+    """Run every step once with each of these sizes of buckets, in turn, and only time them."""
     dim: PositiveInt | None = None
-    """Width of mlp_stack, double_linear, unused_linear and skip."""
+    """Width of chain, mlp_stack, double_linear, unused_linear and skip."""
     layers: PositiveInt | None = None
-    """Layers of hf_bert and hf_t5, blocks of mlp_stack."""
+    """Layers of chain, hf_bert and hf_t5, blocks of mlp_stack."""
     batch: PositiveInt | None = None
     """Samples per rank and step, if the model lets you choose."""
     steps: PositiveInt = 5
-    """Timed steps, after two to warm up, in which everything compiles; with a check, compared."""
+    """Timed steps, after one to warm up, or to compile; with a check, compared."""
+    timeline: bool = False
+    """Record one more step with torch.profiler."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
 
     def validate(self, world_size: int) -> None:
-        catalog.check_model(self.model, sizes=self.model_sizes())
+        if self.model != "chain":
+            catalog.check_model(self.model, sizes=self.model_sizes())
         if self.model == "moe":
             fix = "use another model, or the program fsdp_wrap"
             raise ValueError(f"model moe has parameters that differ from rank to rank: {fix}")
-        if self.bucket_mb is not None and not self.compile:
-            raise ValueError("bucket_mb joins what a compiled graph sends: use compile as well")
+        if self.bucketing != "none" and not self.compile:
+            raise ValueError(f"bucketing {self.bucketing} changes compiled graphs: use compile")
+        if (self.bucket_mb or self.sizes_mb) and self.bucketing == "none":
+            raise ValueError("buckets are made by bucketing passes or inductor: choose one")
+        if self.sizes_mb and (self.check != "none" or self.bucket_mb or self.timeline):
+            fix = "use check none, no bucket_mb and no timeline"
+            raise ValueError(f"sizes_mb compares times of several sizes: {fix}")
+        if len(self.sizes_mb) > MAX_SIZES:
+            raise ValueError(f"{len(self.sizes_mb)} sizes_mb, at most {MAX_SIZES}: make two runs")
         if self.compile:
             requirements.refuse_without_compiler()
 
@@ -65,31 +94,129 @@ class Config:
         return {name: size for name, size in asked.items() if size is not None}
 
 
+@rank.replaceable
+def simple_fsdp(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a model in place, so that reading a parameter gathers it."""
+    apply_simple_fsdp(model, mesh)
+
+
+@rank.replaceable
+def change_graph(graph: Graph, bucket_bytes: int) -> None:
+    """Join the gathers of a graph into buckets, start each early, and wait late for gradients."""
+    graph_passes.join_gathers(graph, bucket_bytes)
+    graph_passes.start_early(graph)
+    graph_passes.wait_late(graph)
+
+
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
-    with rank.session() as here, contextlib.ExitStack() as stack:
-        lab = build_model(config, here.device)
-        here.emulate_units(find_blocks(lab, lab.block_types))
-        apply_simple_fsdp(lab, here.mesh(data=here.world_size)["data"])
-        if config.compile:
-            # A check's one device is not compiled: dropout must draw the same numbers.
-            options = {"fallback_random": config.check != "none"}
-            lab.compile(fullgraph=True, dynamic=False, options=options)
-        if config.bucket_mb is not None:
-            stack.enter_context(bucket_collectives(config.bucket_mb))
+    with rank.session() as here:
+        if config.sizes_mb:
+            time_sizes(config, here)
+            return
+        lab = shard_and_compile(config, here, config.bucket_mb)
         if config.check == "none":
             optimizer = torch.optim.Adam(lab.parameters(), lr=1e-3)
             # A memory tracker cannot look into compiled code.
             track: list[Any] = [] if config.compile else [lab, optimizer]
-            measured = here.steps(config.steps, warmup=2, track=track)
+            # A mark on a layer of a compiled graph would compile it again, in the profiled step.
+            eager = not config.compile
+            units = {name: [unit] * eager for name, unit in lab.named_children() if config.timeline}
+            # Compiling has run a step.
+            warmup = int(eager)
+            measured = here.steps(config.steps, warmup=warmup, track=track, units=units)
             train(here, lab, optimizer, measured, keep=False)
         else:
             here.finish_check(**check_parity(config, here, lab))
 
 
+def shard_and_compile(config: Config, here: rank.Session, bucket_mb: float | None) -> LabModel:
+    """Return the model, sharded, and compiled if asked for, with its graphs changed."""
+    lab = build_model(config, here.device)
+    here.emulate_units(find_blocks(lab, lab.block_types))
+    simple_fsdp(lab, here.mesh(data=here.world_size)["data"])
+    if not config.compile:
+        return lab
+    # A check's one device is not compiled: dropout must draw the same numbers.
+    options = {"fallback_random": config.check != "none"}
+    lab.compile(fullgraph=True, dynamic=False, options=options)
+    seen: list[list[str]] = []
+
+    def change(graph: Graph) -> None:
+        graph_passes.raise_inputs(graph)
+        if config.bucketing == "passes":
+            change_graph(graph, round((bucket_mb or 0) * 2**20))
+        elif config.bucketing == "inductor":
+            inductor_pass(graph, bucket_mb, load_emulated())
+        seen.append(graph_passes.list_events(graph))
+
+    with graph_passes.pass_over_graphs(change), capture_generated_code() as programs:
+        inputs = parity.draw_samples(lab, here.device, 0, here.rank)
+        forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
+    lab.zero_grad()
+    here.save_artifact("graphs", json.dumps(dict(zip(("forward", "backward"), seen, strict=True))))
+    here.save_artifact("code", programs[0])
+    return lab
+
+
+def time_sizes(config: Config, here: rank.Session) -> None:
+    """Run whole steps with each size of bucket, their forward passes in spans like "0.5 MiB"."""
+    nets = {f"{size:g} MiB": shard_and_compile(config, here, size) for size in config.sizes_mb}
+    for index, step in enumerate(here.steps(config.steps)):
+        # In turn within each step, so that a disturbance hits all, and in alternating order.
+        for name in list(nets)[:: -1 if index % 2 else 1]:
+            lab = nets[name]
+            with step.untimed():
+                inputs = parity.draw_samples(lab, here.device, index, here.rank)
+                dist.barrier()
+            with step.span(name):
+                loss = lab.get_loss(inputs, lab(*inputs))
+            loss.backward()
+            lab.zero_grad()
+
+
+def inductor_pass(
+    graph: Graph, bucket_mb: float | None = None, emulated: Emulated | None = None
+) -> None:
+    """Let inductor's own pass choose buckets and order, as its users switch it on (torch 2.13).
+
+    It is experimental. ``bucket_mb`` closes the buckets that it makes first. On a CPU the emulated
+    times take the place of its estimates.
+    """
+    options: dict[str, Any] = {"collective_bucketing": True, "insert_overlap_deps": True}
+    options["pre_bucketing_fsdp_collectives"] = bucket_mb is not None
+    options["pre_bucketing_fsdp_collectives_bucket_cap_mb"] = bucket_mb
+    scheduling = torch_private.get("_inductor.fx_passes.overlap_scheduling")
+    # It tells of each graph.
+    logging.getLogger(f"{scheduling.__package__}.fsdp").setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        options |= {"compute_estimator": "analytical", "enable_fusion_regions": False}
+        options["custom_runtime_estimation"] = partial(estimate_ms, emulated or Emulated())
+        # It asks for the speed of a GPU's memory even where it is given all times.
+        torch_private.replace("estimate_roofline_runtime_ms", lambda node: 0.0)
+    scheduling.schedule_overlap_bucketing(graph.owning_module, **options)
+
+
+def estimate_ms(hardware: Emulated, node: Node, override_bytes: int | None = None) -> float:
+    """Return the emulated milliseconds of a node."""
+    name = str(node.target)
+    if name.startswith("_c10d_functional") and node.target is not graph_passes.WAIT:
+        collective = "all_gather" if "all_gather" in name else "reduce_scatter"
+        handed = override_bytes or node.args[0].meta["val"].nbytes  # type: ignore[union-attr]
+        return 1e3 * hardware.collective_s(collective, handed, dist.get_world_size())
+    # See labkit.pause: a block has two of them, the second for its backward pass.
+    if name == graph_passes.PAUSE:
+        return hardware.unit_backward_ms if node.args[1] % 2 else hardware.forward_ms  # type: ignore[operator]
+    return 0.0
+
+
 def build_model(config: Config, device: torch.device, index: int = 0) -> LabModel:
     """Build the model, which is the same on every rank."""
-    return catalog.create_model(config.model, seed=0, **config.model_sizes()).to(device)
+    sizes: Mapping[str, Any] = config.model_sizes()
+    if config.model == "chain":
+        torch.manual_seed(0)
+        return LinearChain(**sizes).to(device)
+    return catalog.create_model(config.model, seed=0, **sizes).to(device)
 
 
 def train(

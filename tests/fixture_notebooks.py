@@ -31,5 +31,6 @@ def parameters_cell(name):
 def unused(values, runs):
     """Those of a notebook's parameters that no run was asked for."""
     infos = [json.loads(path.read_text()) for path in runs.glob("*/run.json")]
-    asked = [{"ranks": info["nproc"]} | info["params"] for info in infos]
+    # A notebook names the ranks of each host.
+    asked = [{"ranks": info["nproc"] // max(1, len(info.get("hosts", [])))} | info["params"] for info in infos]
     return [name for name, value in values.items() if value not in [each.get(name.lower()) for each in asked]]

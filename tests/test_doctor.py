@@ -101,7 +101,7 @@ def test_no_compiler_fails_lab_4_only(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = doctor.check_compiler()
-    assert finding.status == "FAIL" and "labs 4 " in finding.labs and "g++" in finding.fix
+    assert finding.status == "FAIL" and "labs 4, " in finding.labs and "g++" in finding.fix
 
 
 def test_misspelt_cxx_is_named(monkeypatch):
@@ -174,18 +174,18 @@ def test_a_lab_is_told_what_concerns_it_alone(capsys, monkeypatch):
         Finding("OK", "Loopback", "answers"),
         Finding("NOTE", "Memory", "1 GiB", labs="labs with 4 ranks"),
         Finding("NOTE", "Convolution", "wrong", labs="lab 1b, strategy native"),
-        Finding("FAIL", "Compiler", "none", labs="labs 4 and 4b (torch.compile)"),
+        Finding("FAIL", "Compiler", "none", labs="labs 4, 4b and 4c (torch.compile)"),
         Finding("FAIL", "Folder", "full", labs=doctor.EVERY_LAB),
     ]
     monkeypatch.setattr(doctor, "run_checks", lambda: Diagnosis(findings))
     shown = {}
-    for lab in ("0", "1b", "4", "4b"):
+    for lab in ("0", "1b", "4", "4b", "4c"):
         doctor.show(lab)
         shown[lab] = re.findall(r"\] +(\w+):", capsys.readouterr().out)
     always = ["PyTorch", "Memory", "Folder"]
     assert shown["0"] == always
     assert shown["1b"] == ["PyTorch", "Memory", "Convolution", "Folder"]
-    assert shown["4"] == shown["4b"] == ["PyTorch", "Memory", "Compiler", "Folder"]
+    assert shown["4"] == shown["4b"] == shown["4c"] == ["PyTorch", "Memory", "Compiler", "Folder"]
 
 
 def test_show_prints_text_outside_a_notebook(capsys):

@@ -14,6 +14,7 @@ ONE_SITTING = {
     "02_fsdp_wrapping",
     "03_allgather_extensions",
     "04_compiler_bucketing",
+    "04c_the_compiler_sends",
     "05_two_dimensions",
 }
 """Labs whose rest stands in a companion."""

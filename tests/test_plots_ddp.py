@@ -184,7 +184,7 @@ def test_bars_are_medians_by_size_the_fastest_is_bold_and_a_dashed_line_is_predi
     (dashed,) = axes[0].lines
     assert dashed.get_linestyle() == "--" and list(dashed.get_ydata()) == pytest.approx([8, 8])
     assert [(text.get_text(), text.get_weight()) for text in axes[0].texts] == [("23", "normal"), ("7", "bold")]
-    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["each\ngradient", "2"]
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["each\nalone", "2"]
 
 
 def test_a_run_that_compared_no_sizes_is_refused(tmp_path):

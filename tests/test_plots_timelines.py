@@ -131,7 +131,7 @@ def test_runs_stand_below_each_other_on_one_scale_of_time():
     longer = [(lane, phase, name, 2 * start, 2 * length) for lane, phase, name, start, length in BARS]
     ax = figures.timelines_by_run({"one": run(), "two": run(bars=longer)})
     labels = [tick.get_text() for tick in ax.get_yticklabels()]
-    assert labels == ["one", "all-reduces", "two", "all-reduces"] and ax.yaxis_inverted()
+    assert labels == ["one", "messages", "two", "messages"] and ax.yaxis_inverted()
     assert ax.get_xlim()[1] > 200
     assert [text for text in texts(ax) if text.endswith("ms")] == [" 100 ms", " 200 ms"]
     exposed = [each for each in rectangles(ax) if each[0] == style.EXPOSURE_COLOUR.lower()]

@@ -1,4 +1,6 @@
-"""labkit.parallel.simple_fsdp and launch/simple_fsdp: equal to one device, and joined as theory counts."""
+"""SimpleFSDP and passes over its graphs: equal to one device, and joined as theory counts."""
+
+import json
 
 import pytest
 import torch
@@ -6,14 +8,17 @@ import torch.distributed as dist
 from fixture_long import long_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, GraphModule
 
 import labkit
 from labkit.models.mlp import MLPStack
-from labkit.parallel.simple_fsdp import apply_simple_fsdp, bucket_collectives
-from labkit.theory.fsdp import count_joined
+from labkit.parallel import graph_passes
+from labkit.parallel.buckets import assign_buckets
+from labkit.parallel.simple_fsdp import apply_simple_fsdp
 
 pytestmark = pytest.mark.timeout(300)
 DIM, LAYERS, MIB = 32, 2, 2**20
+SIZES_MB = [0.0001, 0.01, 0.02, 0.04, 0.1, 100.0]
 
 
 class Odd(nn.Module):
@@ -62,13 +67,19 @@ def test_gradients_are_one_devices_for_parameters_of_every_kind(ranks):
 
 
 MODELS = {"mlp_stack": {}, "hf_bert": {"layers": 1}}
-DAILY = [("mlp_stack", 2, False), ("mlp_stack", 2, True)]
-CASES = [(model, nproc, compiled) for model in MODELS for nproc in (2, 4) for compiled in (False, True)]
+WAYS = {
+    "eager": {},
+    "compiled": {"compile": True},
+    "passes": {"compile": True, "bucketing": "passes", "bucket_mb": 0.01},
+    "inductor": {"compile": True, "bucketing": "inductor", "bucket_mb": 0.01},
+}
+DAILY = [("mlp_stack", 2, "eager"), ("mlp_stack", 2, "passes")]
+CASES = [(model, nproc, way) for model, nproc in (("mlp_stack", 2), ("mlp_stack", 4), ("hf_bert", 4)) for way in WAYS]
 
 
-@pytest.mark.parametrize(("model", "nproc", "compiled"), long_but(DAILY, CASES))
-def test_a_model_trains_as_on_one_device(model, nproc, compiled):
-    how = {"model": model, "compile": compiled, "steps": 2} | MODELS[model]
+@pytest.mark.parametrize(("model", "nproc", "way"), long_but(DAILY, CASES))
+def test_a_model_trains_as_on_one_device(model, nproc, way):
+    how = {"model": model, "steps": 2} | MODELS[model] | WAYS[way]
     result = labkit.check("simple_fsdp", nproc=nproc, timeout_s=280, **how)
     assert result.ok, result.verdict_text
     assert result.verdict["max_rel_error"] <= 1e-6
@@ -82,23 +93,20 @@ def test_ranks_with_other_rows_do_not_take_each_others_code(tmp_path, monkeypatc
     assert all(labkit.check("simple_fsdp", **how).ok for _ in range(2))
 
 
-@pytest.mark.long
-def test_joined_collectives_train_as_on_one_device():
-    result = labkit.check("simple_fsdp", compile=True, bucket_mb=0.01, dim=DIM, steps=2, timeout_s=280)
-    assert result.ok and result.verdict["max_rel_error"] <= 1e-6
-
-
-@pytest.mark.parametrize("bucket_mb", long_but([None, 0.02], [None, 0.0001, 0.01, 0.02, 0.04, 100.0]))
-def test_a_step_makes_as_many_collectives_as_theory_joins(bucket_mb):
-    result = labkit.run(
-        "simple_fsdp", nproc=2, compile=True, bucket_mb=bucket_mb, dim=DIM, layers=LAYERS, steps=1, timeout_s=280
-    )
+@pytest.mark.parametrize("bucket_mb", long_but([0.02], [None, *SIZES_MB]))
+def test_a_step_gathers_as_often_as_the_buckets_are_many(bucket_mb):
+    how = {"dim": DIM, "layers": LAYERS, "steps": 1, "timeout_s": 280}
+    result = labkit.run("simple_fsdp", nproc=2, compile=True, bucketing="passes", bucket_mb=bucket_mb, **how)
     sizes = [4 * elements for elements in parameter_elements()]
-    limit = 0 if bucket_mb is None else bucket_mb * MIB
-    assert result.value("all_gather_count") == count_joined(sizes, limit)
-    # In the backward pass the last parameters come first.
-    assert result.value("reduce_scatter_count") == count_joined(sizes[::-1], limit)
+    buckets = assign_buckets(sizes, round((bucket_mb or 0) * MIB))
+    assert result.value("all_gather_count") == len(buckets)
     assert result.value("all_gather_bytes") == sum(sizes) / 2, "each rank hands in its half, once"
+    assert result.value("reduce_scatter_count") == len(sizes)
+    order = json.loads(result.ranks[0].artifact("graphs"))
+    assert order["forward"].count("gather") == order["forward"].count("wait") == len(buckets)
+    # The next gather starts before the graph waits for the one before it.
+    assert order["forward"][:2] == (["gather", "gather"] if len(buckets) > 1 else ["gather", "wait"])
+    assert order["backward"][-len(sizes) :] == ["wait"] * len(sizes)
 
 
 def parameter_elements():
@@ -106,24 +114,69 @@ def parameter_elements():
     return [parameter.numel() for parameter in MLPStack(dim=DIM, batch=1, layers=LAYERS).parameters()]
 
 
-def test_a_bucket_is_closed_before_it_would_be_too_large():
-    assert [count_joined([3, 3, 3, 8], limit) for limit in (0, 3, 6, 9, 17)] == [4, 4, 3, 2, 1]
-    assert count_joined([], 5) == 0
+SHAPES = [(4, 3), (2,), (6, 1, 2), (2, 5)]
 
 
-def test_inductors_settings_are_as_before_after_the_block():
-    from torch._inductor import config
+def gathers_graph(ranks):
+    """A graph that gathers rows of these shapes, of each of which it needs the tensor before."""
+    graph = Graph()
+    rows = [graph.placeholder(f"rows{place}") for place in range(len(SHAPES))]
+    wholes = []
+    for row, shape in zip(rows, SHAPES, strict=True):
+        row.meta["val"] = torch.empty(shape, device="meta")
+        gather = graph.call_function(graph_passes.GATHER, (row, ranks, dist.group.WORLD.group_name))
+        whole = graph.call_function(graph_passes.WAIT, (gather,))
+        wholes.append(graph.call_function(torch.relu, (whole,)))
+    graph.output(tuple(wholes))
+    return graph
 
-    with bucket_collectives(3.5):
-        assert config.bucket_all_gathers_fx == config.bucket_reduce_scatters_fx == "all"
-        assert config.bucket_all_gathers_fx_bucket_size_determinator(7) == 3.5
-    assert config.bucket_all_gathers_fx == config.bucket_reduce_scatters_fx == "none"
+
+def changed_graphs(bucket_bytes):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    graph = gathers_graph(ranks)
+    graph_passes.join_gathers(graph, bucket_bytes)
+    graph_passes.start_early(graph)
+    graph.lint()
+    rows = [torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * rank for shape in SHAPES]
+    found = GraphModule(nn.Module(), graph)(*rows)
+    expected = [torch.cat([row - 100 * rank + 100 * other for other in range(ranks)]) for row in rows]
+    return [torch.equal(*each) for each in zip(found, expected, strict=True)], graph_passes.list_events(graph)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "gathers"), [(0, 4), (100, 3), (10**6, 1)])
+def test_joined_gathers_that_start_early_give_the_same_tensors(ranks, bucket_bytes, gathers):
+    for equal, events in ranks(3)(changed_graphs, bucket_bytes):
+        assert equal == [True] * 4
+        assert events == ["gather", *["gather", "wait"] * (gathers - 1), "wait"]
+
+
+@pytest.mark.long
+@pytest.mark.alone  # a time
+def test_emulated_gathers_hide_once_they_start_early_and_inductor_hides_some():
+    # A gather of a weight takes 30 ms, one of a bias 20, and a layer computes for 24.
+    layer = 4 * 60 * 61
+    slow = labkit.Emulated(latency_us=20_000, gb_per_s=layer / 2 / 10e-3 / 1e9, forward_ms=24, backward_ms=48)
+    ways = {
+        "none": {},
+        "early": {"bucketing": "passes"},
+        "joined": {"bucketing": "passes", "bucket_mb": layer / MIB},
+        "inductor": {"bucketing": "inductor"},
+    }
+    how = {"nproc": 2, "model": "chain", "dim": 60, "layers": 8, "compile": True, "steps": 2, "emulate": slow}
+    runs = labkit.compare("simple_fsdp", ways, rounds=1, **how)
+    times = {way: run.value("forward_ms") for way, run in runs.items()}
+    for way, predicted_ms in {"none": 8 * 74, "early": 8 * 50 + 24, "joined": 8 * 30 + 24}.items():
+        assert times[way] == pytest.approx(predicted_ms, rel=0.15), way
+    assert times["joined"] < times["inductor"] < times["none"]
 
 
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"bucket_mb": 1.0}, "bucket_mb joins what a compiled graph sends: use compile as well"),
+        ({"bucket_mb": 1.0}, "buckets are made by bucketing passes or inductor: choose one"),
+        ({"bucketing": "passes"}, "bucketing passes changes compiled graphs: use compile"),
+        ({"compile": True, "bucketing": "passes", "sizes_mb": (1.0,), "check": "parity"}, "sizes_mb compares times"),
+        ({"compile": True, "bucketing": "passes", "sizes_mb": (1.0,) * 8}, "8 sizes_mb, at most 7: make two runs"),
         ({"model": "moe"}, "model moe has parameters that differ from rank to rank"),
         ({"compile": True, "bucket_mb": 0.0}, "bucket_mb = 0.0 is not float > 0"),
     ],

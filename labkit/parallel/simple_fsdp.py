@@ -15,10 +15,6 @@ parameter is gathered where it is read, and waited for.
 Source: Zhang et al., "SimpleFSDP", 2024 (arXiv:2411.00284).
 """
 
-import contextlib
-from dataclasses import dataclass
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -29,8 +25,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-
-from labkit import torch_private
 
 
 def apply_simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -70,29 +64,3 @@ def _gather_when_read(module: nn.Module, names: tuple[str, ...]) -> None:
 
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: read(name) for name in names})
-
-
-@dataclass(frozen=True)
-class SameSize:
-    """One size for every bucket; inductor's cache pickles it, which a lambda would not allow."""
-
-    mb: float
-
-    def __call__(self, index: int) -> float:
-        """Return the size of the bucket with this index, in MiB."""
-        return self.mb
-
-
-def bucket_collectives(bucket_mb: float) -> contextlib.AbstractContextManager[Any]:
-    """Let inductor join neighbouring gathers, and neighbouring reduce-scatters, up to this size.
-
-    To be entered before the first compiled step. The size is that of the whole parameters, in MiB.
-    These passes of inductor are experimental (torch 2.13).
-    """
-    config = torch_private.get("_inductor:config")
-    options: dict[str, Any] = {}
-    for kind in ("all_gathers", "reduce_scatters"):
-        options[f"bucket_{kind}_fx"] = "all"
-        options[f"bucket_{kind}_fx_bucket_size_determinator"] = SameSize(bucket_mb)
-    patched: contextlib.AbstractContextManager[Any] = config.patch(**options)
-    return patched

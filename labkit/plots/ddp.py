@@ -140,7 +140,11 @@ def step_ms_by_size(result: RunResult) -> dict[str, float]:
 
 
 def step_time_by_bucket_size(
-    results: Runs, predicted_ms: Mapping[str, Numbers], *, axes: Sequence[Axes] | None = None
+    results: Runs,
+    predicted_ms: Mapping[str, Numbers],
+    *,
+    axes: Sequence[Axes] | None = None,
+    ylabel: str = "backward pass, ms",
 ) -> list[Axes]:
     """Draw the median step by size of bucket, one panel a run, with its prediction dashed.
 
@@ -162,7 +166,7 @@ def step_time_by_bucket_size(
         ax.set_xticks(range(len(times)), labels, fontsize=8)
         ax.set_xlabel("a bucket closes at, MiB")
         ax.margins(y=0.12)
-    panels[0].set_ylabel("backward pass, ms")
+    panels[0].set_ylabel(ylabel)
     handles = [*style.legend_patches({"measured": style.BLUE}), style.prediction_handle("formula")]
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "outside upper right"}
     panels[0].figure.legend(handles=handles, ncols=2, **look)
@@ -171,9 +175,9 @@ def step_time_by_bucket_size(
 
 
 def _size_text(label: str) -> str:
-    """Return a size without its unit; less than a KiB means that each gradient has a bucket."""
+    """Return a size without its unit; less than a KiB means that each tensor has a bucket."""
     size = float(label.removesuffix(" MiB"))
-    return "each\ngradient" if size < 1 / 1024 else f"{size:g}"
+    return "each\nalone" if size < 1 / 1024 else f"{size:.2g}"
 
 
 def exposure_by_bucket_size(

@@ -88,7 +88,7 @@ def timelines_by_run(results: Runs, *, rank: int = 0, ax: Axes | None = None) ->
     labels: dict[float, str] = {}
     for position, (label, bars) in enumerate(steps.items()):
         top = RANK_PITCH * position
-        labels |= {top: label, top + 1: "all-reduces"}
+        labels |= {top: label, top + 1: "messages"}
         _draw_rank(ax, bars, top)
         ax.text(ends[label], top, f" {ends[label]:.0f} ms", va="center", fontsize=9)
     _finish_rows(ax, labels, len(results))

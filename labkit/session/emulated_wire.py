@@ -292,9 +292,26 @@ for _method in METHODS:
         setattr(EmulatedGroup, _method, _holding_back(_method))
 
 
+@cache
+def _emulate_gathers_in_place() -> torch.library.Library:
+    """Let the operator with which inductor joins gathers call the groups' methods, too."""
+    # torch's own goes past a group that is written in Python.
+    operators = torch.library.Library("_c10d_functional", "IMPL")
+
+    def gather(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+        group = torch_private.get("_resolve_process_group")(group_name)
+        method = getattr(group, NEW_NAMES["_allgather_base"], group._allgather_base)
+        torch_private.get("_register_work")(out, method(out, x))
+        return out
+
+    operators.impl("all_gather_into_tensor_out", gather, "CPU")
+    return operators
+
+
 def use_wire(hardware: Emulated) -> Wire:
     """Let the groups that this process makes from now on be emulated; return their links."""
     global current_wire
+    _emulate_gathers_in_place()
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, EmulatedGroup, devices=["cpu"])
     current_wire = Wire(hardware)

@@ -111,6 +111,11 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
     for name, lines in place["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     content: dict[str, Any] = pickle.load(file)
+    # torch.compile looks for a function's globals in the module that it names.
+    main = vars(sys.modules["__main__"])
+    for own in (getattr(each, "__globals__", {}) for each in content.values()):
+        if own.get("__name__") == "__main__":
+            main.update(own | main)
     return content
 
 

@@ -228,8 +228,7 @@ def separate_compiled_code(rank: int) -> None:
     joined. So ranks whose rows differ took each other's code, and waited for ever or read wrong
     rows (pytorch/pytorch#188390, #188332).
     """
-    settings = torch.compiler.config
-    settings.cache_key_tag = f"{settings.cache_key_tag} rank {rank}"
+    torch.compiler.config.cache_key_tag += f" rank {rank}"
 
 
 def choose_device() -> tuple[torch.device, str]:

@@ -131,18 +131,18 @@ def step_collectives(
     }
 
 
-def count_joined(sizes: Sequence[float], limit: float) -> int:
-    """Count the collectives left when neighbours are joined up to ``limit``, in the sizes' unit.
+def prefetched_forward(takes: Sequence[float], computes: Sequence[float]) -> float:
+    """Return the end of a forward pass that starts each gather before it waits for the last one.
 
-    A collective starts a new bucket if the open one would grow beyond the limit. Source: inductor's
-    ``greedy_bucket_collective_by_mb``.
+    Args:
+        takes: time of each bucket's gather.
+        computes: time of the arithmetic that needs it and nothing later, in the same unit.
     """
-    count, filled = 0, math.inf
-    for size in sizes:
-        if filled + size > limit:
-            count, filled = count + 1, 0.0
-        filled += size
-    return count
+    ends, arrived = [0.0, 0.0], 0.0
+    for take, compute in zip(takes, computes, strict=True):
+        arrived = max(ends[-2], arrived) + take
+        ends.append(max(ends[-1], arrived) + compute)
+    return ends[-1]
 
 
 def stage_collectives(

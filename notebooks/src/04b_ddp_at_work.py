@@ -534,7 +534,7 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=64, case="cpu_no_sync").verdi
 # It was made for `DistributedDataParallel`. PyTorch's trainer no longer takes it (pytorch/torchtitan#1939), and its new
 # `replicate` is built on FSDP instead of DDP (pytorch/pytorch#158207, #166433). The three parts are still in the
 # PyTorch of this course, off and experimental. What replaces them lets the compiler see FSDP's collectives as operators
-# of its graph, and join them: `labkit.run("simple_fsdp", nproc=2, compile=True, bucket_mb=25)`.
+# of its graph, and join them: that is lab 4c.
 #
 # </details>
 #

@@ -1,0 +1,664 @@
+# %% [markdown]
+# # Lab 4c. The compiler sends: SimpleFSDP and passes over its graph
+#
+# FSDP2 gathers parameters in hooks (lab 2), and a compiler cannot look into a hook. **SimpleFSDP** writes the
+# all-gather where the parameter is read, so that each collective becomes an operator of the compiled graph, and
+# a **pass** over that graph decides what travels together, and when. PyTorch's compiler, inductor, has such a pass of its
+# own. After this lab you can
+#
+# - write SimpleFSDP yourself, and prove on real ranks that it trains as one device does;
+# - read where a compiled graph gathers, waits and computes;
+# - write a pass that joins gathers into buckets and starts them early, and predict what it gains;
+# - say what inductor's own pass does with the same graph, and what is still experimental.
+#
+# You need labs 2 and 4 and a C++ compiler, and no GPU. The lab takes about {core_minutes} minutes, and its exercises have
+# one dot (easy) or two.
+
+# %% tags=["nbval-ignore-output"]
+import itertools
+import json
+import operator
+from collections.abc import Callable
+
+import pandas
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.fx import Graph, Node
+
+import labkit
+from labkit import doctor, inductor, plots
+from labkit.config import require
+from labkit.parallel import graph_passes as labkits
+from labkit.parallel import simple_fsdp as labkits_fsdp
+from labkit.parallel.buckets import assign_buckets
+from labkit.parallel.graph_passes import find_gathers, gathered_bytes
+from labkit.theory import fsdp as theory
+from labkit_course.checks import compiler_sends as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
+
+doctor.show(lab="4c")
+
+# %% tags=["parameters"] small={"STEPS": 1} points=[[2,2],[3,1],[3,3]]
+RANKS: int = 2  # ranks that share the parameters
+STEPS: int = 1  # timed steps in each run
+
+# %%
+require("RANKS", RANKS, at_least=2, at_most=3, because="one shares with nobody, and each compiles for itself")
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
+
+# %% [markdown]
+# ## 1. A graph instead of hooks ({minutes} minutes)
+#
+# A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. Communication
+# takes two of them. `all_gather_into_tensor` starts a gather and returns at once, and `wait_tensor` returns when the
+# parameter is there. Whatever the graph computes between the two hides the gather, and what it waits for is **exposed**.
+#
+# We train a chain of eight linear layers, `fc1` to `fc8`, under emulation: real ranks wait as long as an imagined device
+# and wire would take. A gather takes alpha = 20 ms, and the bytes of a layer 10 ms more, nearly all of them for its
+# weight. A layer computes for 24 ms in the forward pass. Each layer has a weight and a bias, so SimpleFSDP gathers twice
+# for each.
+#
+# Commit: how long does the forward pass take, in ms, if each gather is waited for as soon as it has started?
+
+# %% tags=["commit"]
+mine_plain = commit(plain_ms=None)
+### BEGIN SOLUTION
+mine_plain = commit(plain_ms=8 * (20 + 20 + 10 + 24))
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+DIM, LAYERS = 60, 8  # 60 rows can be shared by 2 and by 3 ranks
+LAYER_BYTES = 4 * DIM * (DIM + 1)
+LAYER_MB = LAYER_BYTES / 2**20
+ALPHA_MS, BYTES_MS, FORWARD_MS = 20, 10, 24
+ring_steps = RANKS - 1
+wire = labkit.Emulated(
+    latency_us=1e3 * ALPHA_MS / ring_steps,
+    gb_per_s=ring_steps / RANKS * LAYER_BYTES / (BYTES_MS / 1e3) / 1e9,
+    forward_ms=FORWARD_MS,
+    backward_ms=2 * FORWARD_MS,
+)
+CHAIN = {"model": "chain", "dim": DIM, "layers": LAYERS}
+TRAIN = {"nproc": RANKS, "compile": True, "steps": STEPS, "emulate": wire, **CHAIN}
+ways = {"as the\nmodel reads": {}, "after\na pass": {"bucketing": "passes", "bucket_mb": 2 * LAYER_MB}}
+pictures = labkit.compare("simple_fsdp", ways, rounds=1, timeline=True, **TRAIN)
+_ = plots.timelines_by_run(pictures)
+plain, passed = pictures.values()
+plain_ms, passed_ms = plain.value("forward_ms"), passed.value("forward_ms")
+print(f"plain, ms: {8 * 74} by the formula, {plain_ms:.0f} measured, yours: {prediction_text(mine_plain['plain_ms'])}")
+print(f"after a pass: {passed_ms:.0f} ms")
+
+# %% tags=["claim"]
+claim("592 ms without a pass", abs(plain_ms / 592 - 1) < 0.1)
+claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_ms / 2)
+
+# %% [markdown]
+# *One emulated step of rank 0. Underlined is what is exposed. After a pass over the graph nearly all gathers hide behind
+# the layers before them.*
+#
+# Both ran the same model and sent the same bytes. The pass changed the order of the operators, and which parameters travel
+# together. In this lab you write the model first, then the pass.
+#
+# *Takeaway: once communication is in the graph, overlapping it is a matter of moving operators.*
+#
+# ## 2. FSDP in two functions ({minutes} minutes)
+#
+# Each rank keeps its rows of every parameter, as a DTensor (lab 1). The whole parameter is made where it is needed:
+#
+# - `rows.redistribute(placements=[Replicate()])` all-gathers: each rank has the whole, still as a DTensor.
+# - `.to_local(grad_placements=[…])` makes a plain tensor of it. In the backward pass a plain gradient comes back, and
+#   `grad_placements` tells DTensor what it is: `Replicate()` if it is the same on all ranks, `Partial()` if each rank has
+#   a part and the true gradient is their sum, `Partial("avg")` if it is their mean.
+# - The backward pass of `redistribute` leads from there back to `Shard(0)`, with whatever collective that takes.
+#
+# ### Exercise 1: gather (•, {minutes} minutes)
+#
+# `rows` is a DTensor with `Shard(0)`. Return the whole parameter as a plain tensor. Each rank computes its loss from its own
+# samples, and `rows` should get the gradient that data-parallel training needs.
+#
+# <details><summary>Hint 1</summary>
+#
+# Two calls after each other: one that gathers, and one that leaves DTensor. Which gradient did lab 0 put in place of
+# each rank's own?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Without `grad_placements` DTensor takes each rank's gradient for the whole one, and sends nothing.
+#
+# </details>
+
+
+# %%
+def gather(rows: DTensor) -> torch.Tensor:
+    ### BEGIN SOLUTION
+    return rows.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+    ### END SOLUTION
+
+
+# %%
+gather_verdict = checks.gather(gather)
+gather_verdict
+
+# %% [markdown]
+# Now every `layer.weight` in a model shall call `gather`. A **property** is an attribute that calls a function when it is
+# read. Properties belong to classes, so a module gets a class of its own, made from its old one:
+
+
+# %%
+class Celsius:
+    degrees = 20
+
+
+def fahrenheit(self: Celsius) -> float:
+    return self.degrees * 9 / 5 + 32
+
+
+room = Celsius()
+room.__class__ = type("Room", (Celsius,), {"fahrenheit": property(fahrenheit)})
+room.fahrenheit
+
+# %% [markdown]
+# `type(name, bases, attributes)` makes the class. A module keeps its parameters in the dictionary `module._parameters`,
+# and a property of the same name comes first when somebody reads `module.weight`. The optimizer still finds the rows,
+# because `model.parameters()` looks into the dictionary.
+#
+# ### Exercise 2: SimpleFSDP (••, {minutes} minutes)
+#
+# For each module of `model` and each parameter of its own, register a parameter in place of the old one that holds
+# this rank's rows, `distribute_tensor(whole, mesh, [Shard(0)])`. Then give the module a class whose properties gather.
+# The check and the program hand in `gather`, exercise 1's or labkit's.
+#
+# <details><summary>Hint 1</summary>
+#
+# `module.named_parameters(recurse=False)` gives a module's own parameters. Collect them in a list before you change
+# anything.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `module.register_parameter(name, nn.Parameter(rows))` replaces. Detach the old parameter before you distribute it.
+#
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# A function that is made in a loop sees the loop's last name, unless it keeps its own: `lambda self, name=name: …`.
+#
+# </details>
+
+
+# %%
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, gather: Callable[[DTensor], torch.Tensor]) -> None:
+    ### BEGIN SOLUTION
+    for module in list(model.modules()):
+        properties = {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(rows))
+            properties[name] = property(lambda self, name=name: gather(self._parameters[name]))
+        if properties:
+            module.__class__ = type("Sharded", (type(module),), properties)
+    ### END SOLUTION
+
+
+# %%
+fsdp_verdict = checks.simple_fsdp(simple_fsdp)
+fsdp_verdict
+
+# %% [markdown]
+# Now your model trains for two steps, uncompiled and compiled, and labkit compares outputs, gradients and
+# parameters with one device that saw all samples. If a function of yours does not pass yet, labkit's takes its place.
+
+# %% tags=["nbval-ignore-output"]
+your_gather = gather if gather_verdict.ok else labkits_fsdp.gather
+your_fsdp = simple_fsdp if fsdp_verdict.ok else None
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    if your_fsdp:
+        your_fsdp(model, mesh, your_gather)
+    else:
+        labkits_fsdp.apply_simple_fsdp(model, mesh)
+
+
+MODEL = {"use": {"simple_fsdp": shard_model}}
+eager = labkit.check("simple_fsdp", nproc=RANKS, steps=2, **CHAIN, **MODEL)
+compiled = labkit.check("simple_fsdp", nproc=RANKS, compile=True, steps=2, **CHAIN, **MODEL)
+errors = {name: run.verdict["max_rel_error"] for name, run in {"eager": eager, "compiled": compiled}.items()}
+pandas.DataFrame({"tensors compared": eager.verdict["compared"], "largest relative difference": errors})
+
+# %% tags=["claim"]
+claim("both train as one device does", eager.ok and compiled.ok and max(errors.values()) < 1e-6)
+
+# %% [markdown]
+# *Takeaway: FSDP is a gather where a parameter is read, and the gradient's way back is a reduce-scatter.*
+#
+# ## 3. What the compiler sees ({minutes} minutes)
+#
+# Compiling gives two graphs, one for each pass. Commit before you look: how many gathers are in the forward graph, and
+# how many in the backward graph?
+
+# %% tags=["commit"]
+mine_gathers = commit(forward=None, backward=None)
+### BEGIN SOLUTION
+mine_gathers = commit(forward=2 * LAYERS, backward=0)
+### END SOLUTION
+
+# %%
+graphs = json.loads(plain.ranks[0].artifact("graphs"))
+counted = {name: events.count("gather") for name, events in graphs.items()}
+print("forward: ", *graphs["forward"][:10], "…")
+print("backward:", *graphs["backward"][:8], "…")
+pandas.DataFrame({"yours": mine_gathers, "counted": counted}).astype(object).fillna("no prediction")
+
+# %% tags=["claim"]
+claim("each parameter once, and never again", counted == {"forward": 2 * LAYERS, "backward": 0})
+pattern = ["gather", "wait", "gather", "wait", "compute"]
+claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYERS)
+
+# %% [markdown]
+# The backward graph gathers nothing, because the compiler keeps what the forward pass has made: with `plain` FSDP2 that
+# would be `reshard_after_forward=False` (lab 2). It costs the memory of all whole parameters until the backward pass has
+# used them. Programs that cannot afford it checkpoint the gather, so that it is made again.
+#
+# The listing shows the program that inductor wrote from the forward graph. Point at a line to see which
+# buffers it uses.
+
+# %% tags=["nbval-ignore-output"]
+inductor.ProgramListing(plain.ranks[0].artifact("code"))
+
+# %% [markdown]
+# *Takeaway: SimpleFSDP's graph says for each parameter when its gather starts and when the model waits, and a compiler may
+# change both.*
+#
+# ## 4. Start early ({minutes} minutes)
+#
+# A graph of `torch.fx` is a list of **nodes**, and a pass changes it in place:
+#
+# | you write | and get |
+# |---|---|
+# | `find_gathers(graph)` | the gathers, in order |
+# | `node.target`, `node.args` | the operator, and what it is called with: other nodes stand for their results |
+# | `node.users` | the nodes that use its result; a gather has one, its wait |
+# | `node.prepend(other)` | `other`, moved to the place right before `node` |
+#
+# A gather needs nothing but this rank's rows, so it may start as early as you like. But each whole parameter takes memory
+# from then on, and they all share one wire. A good rule is FSDP2's: start the next gather before you wait for this one.
+#
+# ### Exercise 3: start early (•, {minutes} minutes)
+#
+# Move each gather but the first to the place right before the wait of the gather before it.
+#
+# <details><summary>Hint 1</summary>
+#
+# Go through neighbours: `itertools.pairwise(find_gathers(graph))`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `(wait,) = earlier.users`
+#
+# </details>
+
+
+# %%
+def start_early(graph: Graph) -> None:
+    ### BEGIN SOLUTION
+    for earlier, later in itertools.pairwise(find_gathers(graph)):
+        (wait,) = earlier.users
+        wait.prepend(later)
+    ### END SOLUTION
+
+
+# %%
+early_verdict = checks.start_early(start_early)
+early_verdict
+
+# %% [markdown]
+# Commit: how long does the forward pass take with it, in ms? A layer's two gathers take 50 ms, and a layer computes for 24.
+
+# %% tags=["commit"]
+mine_early = commit(early_ms=None)
+### BEGIN SOLUTION
+mine_early = commit(early_ms=LAYERS * 50 + 24)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+early_pass = start_early if early_verdict.ok else labkits.start_early
+
+
+def early_alone(graph: Graph, bucket_bytes: int) -> None:
+    early_pass(graph)
+
+
+early = labkit.run("simple_fsdp", bucketing="passes", use={"change_graph": early_alone}, **TRAIN)
+early_ms = early.value("forward_ms")
+said = prediction_text(mine_early["early_ms"])
+print(f"ms: {plain_ms:.0f} before, {early_ms:.0f} with early starts, {LAYERS * 50 + 24} by the formula, yours: {said}")
+
+# %% tags=["claim"]
+claim("424 ms", abs(early_ms / 424 - 1) < 0.1)
+
+# %% [markdown]
+# The arithmetic is hidden now behind the gathers: the wire is never idle, and only the last layer computes after it. Who
+# wants more has to send less, and the bytes are what they are. So it must be the latency.
+#
+# *Takeaway: starting early hides the shorter of two, arithmetic or communication. It does not make communication cheaper.*
+#
+# ## 5. Join ({minutes} minutes)
+#
+# A bucket is one gather of several parameters. The row that a rank sends holds its part of each parameter, one behind the
+# other. What arrives has one such row from every rank:
+#
+# ```
+#             rank 0's row    rank 1's row
+# arrives     a0 a0 b0        a1 a1 b1           a0: rank 0's rows of parameter a
+# as a table  a0 a0 b0        one line a rank
+#             a1 a1 b1
+# a           a0 a0 a1 a1     its columns, line after line
+# ```
+#
+# ### Exercise 4: cut (••, {minutes} minutes)
+#
+# `whole` is the node of what arrives, flat. `shapes` are those of a rank's rows of each parameter, and `shape.numel()` is
+# the number of elements. Return a list of nodes, one for each parameter, in the shape of the whole parameter. You make a
+# node by `call(operator, arguments)`, and three operators are enough:
+#
+# - `call(labkits.RESHAPE, (node, shape))`
+# - `call(labkits.SPLIT, (node, sizes, dim))` for the list of parts
+# - `call(operator.getitem, (parts, place))` for one of them
+#
+# <details><summary>Hint 1</summary>
+#
+# First the table, in the shape `[ranks, -1]`. Then cut its columns.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The sizes of the cuts are the elements of a rank's rows, and they are cut along dimension 1.
+#
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# A whole parameter has `ranks` times as many rows: `[ranks * shape[0], *shape[1:]]`.
+#
+# </details>
+
+
+# %%
+def cut(call: Callable[..., Node], whole: Node, ranks: int, shapes: list[torch.Size]) -> list[Node]:
+    ### BEGIN SOLUTION
+    table = call(labkits.RESHAPE, (whole, [ranks, -1]))
+    pieces = call(labkits.SPLIT, (table, [shape.numel() for shape in shapes], 1))
+    tensors = []
+    for place, shape in enumerate(shapes):
+        piece = call(operator.getitem, (pieces, place))
+        tensors.append(call(labkits.RESHAPE, (piece, [ranks * shape[0], *shape[1:]])))
+    return tensors
+    ### END SOLUTION
+
+
+# %%
+cut_verdict = checks.cut(cut)
+cut_verdict
+
+# %% [markdown]
+# Around it a pass makes the row, gathers it, and lets everybody who used an old parameter use the new one. labkit has the
+# same `cut`, for the case that yours does not pass yet.
+
+# %%
+cut_pass = cut if cut_verdict.ok else labkits.cut
+
+
+def join(graph: Graph, gathers: list[Node]) -> None:
+    parts = [gather.args[0] for gather in gathers]
+    _, ranks, group = gathers[0].args
+    with graph.inserting_before(gathers[0]):
+        call = graph.call_function
+        row = call(labkits.CAT, ([call(labkits.RESHAPE, (part, [-1])) for part in parts],))
+        whole = call(labkits.WAIT, (call(labkits.GATHER, (row, ranks, group)),))
+        tensors = cut_pass(call, whole, ranks, [part.meta["val"].shape for part in parts])
+    for gather, tensor in zip(gathers, tensors, strict=True):
+        (wait,) = gather.users
+        wait.replace_all_uses_with(tensor)
+        graph.erase_node(wait)
+        graph.erase_node(gather)
+
+
+# %% [markdown]
+# With lab 4's rule for closing buckets the pass is complete. It first joins, then starts each bucket early. labkit's
+# `wait_late` does for reduce-scatters what `start_early` does for gathers.
+
+
+# %%
+def change_graph(graph: Graph, bucket_bytes: int) -> None:
+    gathers = find_gathers(graph)
+    for bucket in assign_buckets([gathered_bytes(each) for each in gathers], bucket_bytes):
+        join(graph, [gathers[place] for place in bucket])
+    labkits.start_early(graph)  # a joined gather's row moves along
+    labkits.wait_late(graph)
+
+
+PASS = {"bucketing": "passes", "use": {"change_graph": change_graph} | MODEL["use"]}
+
+# %% [markdown]
+# Before we time it: does the model still train as one device does?
+
+# %% tags=["nbval-ignore-output"]
+changed = labkit.check("simple_fsdp", nproc=RANKS, compile=True, bucket_mb=2 * LAYER_MB, steps=2, **CHAIN, **PASS)
+changed.verdict["max_rel_error"]
+
+# %% tags=["claim"]
+claim("your pass changes no number", changed.ok and changed.verdict["max_rel_error"] < 1e-6)
+
+# %% [markdown]
+# *Takeaway: a joined gather pays alpha once, and what arrives is a table with a line for each rank.*
+#
+# ## 6. Which size? ({minutes} minutes)
+#
+# ### Exercise 5: a formula for the forward pass (••, {minutes} minutes)
+#
+# `takes` are the times of the buckets' gathers, and `computes` those of the arithmetic that follows each bucket and needs
+# it. The first two gathers are asked for at 0, and each further one when the arithmetic of the bucket two places before it
+# ends. The wire carries one gather after the other. The arithmetic of a bucket begins when its gather has arrived and the
+# arithmetic before it has ended. Return the end of the last arithmetic.
+#
+# <details><summary>Hint 1</summary>
+#
+# Go through the buckets in order, and keep two things: when the last gather arrived, and the ends of all arithmetic.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A gather starts at `max(asked, arrived)`, where `arrived` is still the arrival of the one before it.
+#
+# </details>
+
+
+# %%
+def forward_ms(takes: list[float], computes: list[float]) -> float:
+    ### BEGIN SOLUTION
+    ends, arrived = [0.0, 0.0], 0.0
+    for take, compute in zip(takes, computes, strict=True):
+        arrived = max(ends[-2], arrived) + take
+        ends.append(max(ends[-1], arrived) + compute)
+    return ends[-1]
+    ### END SOLUTION
+
+
+# %%
+forward_verdict = checks.forward_ms(forward_ms)
+forward_verdict
+
+# %% [markdown]
+# We try four sizes: a gather for each parameter, then buckets of one, two and all eight layers. Commit: which is the
+# fastest?
+
+# %% tags=["commit"]
+mine_best = commit(layers=None)
+### BEGIN SOLUTION
+mine_best = commit(layers=2)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+formula = forward_ms if forward_verdict.ok else theory.prefetched_forward
+TOGETHER = (1, 2, 8)
+SIZES_MB = (0.0001, *(layers * LAYER_MB for layers in TOGETHER))
+names = ["each", *(f"{layers} together" for layers in TOGETHER)]
+bias = BYTES_MS / (DIM + 1)  # of a layer's bytes
+separate = [ALPHA_MS + BYTES_MS - bias, ALPHA_MS + bias] * LAYERS
+predicted = [formula(separate, [0, FORWARD_MS] * LAYERS)]
+for layers in TOGETHER:
+    buckets = LAYERS // layers
+    predicted.append(formula([ALPHA_MS + layers * BYTES_MS] * buckets, [layers * FORWARD_MS] * buckets))
+curve = labkit.run("simple_fsdp", sizes_mb=SIZES_MB, **TRAIN, **PASS)
+measured = plots.step_ms_by_size(curve)
+by_size = dict(zip(measured, predicted, strict=True))
+_ = plots.step_time_by_bucket_size({"yours": curve}, {"yours": by_size}, ylabel="forward pass, ms")
+measured = list(measured.values())
+print(f"fastest: {names[measured.index(min(measured))]}; you said {prediction_text(mine_best['layers'], 'g')} together")
+pandas.DataFrame({"formula": predicted, "measured": measured}, index=names).round().T
+
+# %% tags=["claim"]
+claim("the formula is within 10 %", max(abs(a / b - 1) for a, b in zip(measured, predicted, strict=True)) < 0.1)
+claim("two layers together are predicted to be the fastest", min(predicted) == predicted[2] == 232)
+claim("both ends lose", min(measured[0], measured[-1]) > 1.15 * min(measured))
+
+# %% [markdown]
+# *The forward pass by size of bucket, emulated; dashed, your formula. A gather for each parameter pays for latency, and
+# one for all has nothing to hide behind.*
+#
+# This is lab 4's lesson from the other side: the smallest bucket that keeps up is about the best. A bucket of b layers
+# takes 20 + 10 b ms and hides behind 24 b ms of arithmetic if b is at least 20 / (24 − 10) = 1.4. So take two.
+#
+# inductor asks another question. Its `compute_min_saturation_bytes` returns the bytes with which a link reaches
+# 90 % of its bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is 90 % if b = 9 · alpha / beta.
+# Commit: how many of our layers is that, and how long does the forward pass take with buckets of that size?
+
+# %% tags=["commit"]
+mine_saturated = commit(layers=None, forward_ms=None)
+### BEGIN SOLUTION
+mine_saturated = commit(layers=9 * 20 / 10, forward_ms=20 + 8 * 10 + 8 * 24)
+### END SOLUTION
+
+# %%
+saturated = {"layers": 9 * ALPHA_MS / BYTES_MS, "forward_ms": predicted[-1]}
+pandas.DataFrame({"yours": mine_saturated, "formula": saturated}).astype(object).fillna("no prediction")
+
+# %% tags=["claim"]
+claim("eighteen layers, so all eight, and 292 ms", saturated == {"layers": 18, "forward_ms": 292})
+
+# %% [markdown]
+# Saturation knows the link and not the arithmetic. A saturated link wastes no bandwidth, but nothing hides the first
+# bucket, and a large one is exposed for longer. In a model of many layers that matters less, since the first bucket
+# is a small part of all.
+#
+# *Takeaway: take the smallest bucket whose gather fits into the arithmetic of a bucket.*
+#
+# ## 7. inductor's own pass ({minutes} minutes)
+#
+# inductor can order collectives itself, once `aten_distributed_optimizations.enable_overlap_scheduling` is set. Its pass
+# estimates how long each operator takes, starts gathers where something hides them, and joins neighbours where it thinks
+# that this pays. Here the emulated times are its estimates. Commit: how many of the 16 gathers are left, and how long does
+# the forward pass take, in ms? Yours takes 232 with two layers together.
+
+# %% tags=["commit"]
+mine_inductor = commit(gathers=None, forward_ms=None)
+### BEGIN SOLUTION
+mine_inductor = commit(gathers=8, forward_ms=264)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output", "summary"]
+rivals = {"yours": {"bucket_mb": 2 * LAYER_MB, **PASS}, "inductor": {"bucketing": "inductor", **MODEL}}
+runs = {"no pass": plain, **labkit.compare("simple_fsdp", rivals, rounds=1, timeline=True, **TRAIN)}
+_ = plots.timelines_by_run(runs)
+rows = {"forward, ms": "forward_ms", "gathers": "all_gather_count", "bytes handed over": "all_gather_bytes"}
+table = pandas.DataFrame({name: {row: run.value(value) for row, value in rows.items()} for name, run in runs.items()})
+table.loc["exposed, ms"] = table.loc["forward, ms"] - LAYERS * FORWARD_MS
+said = [prediction_text(mine_inductor[name]) for name in ("gathers", "forward_ms")]
+print("of inductor you said: {} gathers, {} ms".format(*said))
+table.round()
+
+# %% tags=["claim"]
+exposed, gathers = table.loc["exposed, ms"], table.loc["gathers"]
+claim("both passes win, and here yours wins more", exposed["yours"] < exposed["inductor"] < exposed["no pass"] / 2)
+claim("all hand over the same bytes", table.loc["bytes handed over"].nunique() == 1)
+claim("inductor joins a layer's weight and bias", gathers.to_list() == [2 * LAYERS, LAYERS / 2, LAYERS])
+
+# %% [markdown]
+# *The same step three times. inductor's pass joins the weight and the bias of a layer. A gather then takes 30 ms, of which a
+# layer hides 24.*
+
+# %%
+for name in ("yours", "inductor"):
+    print(f"{name}:", *json.loads(runs[name].ranks[0].artifact("graphs"))["forward"])
+
+# %% [markdown]
+# Both orders keep a gather on its way while a layer computes. inductor's does not join two layers here, although then all but
+# the first bucket would hide. With an eye on one small network you can do better; inductor's pass has to be right for all.
+#
+# <details><summary>What of this is experimental (torch 2.13)</summary>
+#
+# - The pass is off by default, and so is a check that all ranks have the same graph, because it could hang itself.
+# - torch's caches of compiled code took the code of another rank where rows differ
+#   (pytorch/pytorch#188390) and where gathers are joined (pytorch/pytorch#188332). labkit gives each rank its own.
+# - A later step of inductor, which saves memory, may move gathers back to where they are needed. labkit switches it off
+#   (`reorder_for_peak_memory`).
+# - inductor asks a GPU how fast its memory is even where it is given all times; on a CPU labkit answers.
+#
+# </details>
+#
+# *Takeaway: compare a compiler's schedule with one of your own, and with none, before you trust it.*
+#
+# ## To take along ({minutes} minutes)
+#
+# 1. A gather where a parameter is read is all of FSDP, and it puts each collective into the graph.
+# 2. A pass changes who travels together and when; values and bytes stay.
+# 3. Starting early hides the shorter of arithmetic and communication, and joining saves latency.
+#
+# | if | then |
+# |---|---|
+# | waits stand right behind their gathers | start gathers early |
+# | the wire is busy all the time with small gathers | join them |
+# | a long first gather is exposed | take smaller buckets |
+# | whole parameters do not fit until the backward pass | checkpoint the gather |
+#
+# **Ask yourself**
+#
+# <details><summary>1. Why can the compiler not move FSDP2's gathers?</summary>
+#
+# They are started in hooks, which run outside of the compiled graph.
+#
+# </details>
+# <details><summary>2. Your pass starts all gathers at the head of the graph. What gets worse?</summary>
+#
+# Memory: all whole parameters wait there until they are used. The time is about the same, since they share one wire.
+#
+# </details>
+# <details><summary>3. Rank 1's pass joins other gathers than rank 0's. What happens?</summary>
+#
+# Their collectives no longer match: they wait for ever, or get wrong numbers. So a pass has to decide the same on all
+# ranks, by sizes and order, and not by times that one rank measured.
+#
+# </details>
+#
+# <details><summary>Papers, pages and code</summary>
+#
+# - Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", 2024:
+#   https://arxiv.org/abs/2411.00284
+# - Graphs and passes: https://docs.pytorch.org/docs/stable/fx.html
+# - In labkit: `labkit/parallel/simple_fsdp.py` and `labkit/parallel/graph_passes.py` (yours), `launch/simple_fsdp.py`
+#   (the program). In PyTorch: `torch/_inductor/fx_passes/overlap_scheduling.py`.
+#
+# </details>
+
+# %% [markdown]
+# ### What you have passed
+
+# %%
+from labkit_course.verdict_store import so_far
+
+so_far("compiler_sends")
