@@ -260,12 +260,12 @@ pattern = ["gather", "wait", "gather", "wait", "compute"]
 claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYERS)
 
 # %% [markdown]
-# The backward graph gathers nothing, because the compiler keeps what the forward pass has made: with `plain` FSDP2 that
-# would be `reshard_after_forward=False` (lab 2). It costs the memory of all whole parameters until the backward pass has
-# used them. Programs that cannot afford it checkpoint the gather, so that it is made again.
+# The backward graph gathers nothing, because the compiler keeps the parameters that the forward pass has gathered. FSDP2
+# does so with `reshard_after_forward=False` (lab 2). All whole parameters then stay in memory until the backward pass
+# has used them. Where that is too much, a program checkpoints the gather, so that it is made again.
 #
-# The listing shows the program that inductor wrote from the forward graph. Point at a line to see which
-# buffers it uses.
+# The listing below is the program that inductor wrote from the forward graph. `pause` is the emulated arithmetic of a
+# layer. Point at a line to see which buffers it uses.
 
 # %% tags=["nbval-ignore-output"]
 inductor.ProgramListing(plain.ranks[0].artifact("code"))
@@ -343,8 +343,8 @@ print(f"ms: {plain_ms:.0f} before, {early_ms:.0f} with early starts, {LAYERS * 5
 claim("424 ms", abs(early_ms / 424 - 1) < 0.1)
 
 # %% [markdown]
-# The arithmetic is hidden now behind the gathers: the wire is never idle, and only the last layer computes after it. Who
-# wants more has to send less, and the bytes are what they are. So it must be the latency.
+# Now the gathers hide the arithmetic: the wire is never idle, and only the last layer computes after the last gather. To
+# get faster, the gathers themselves have to take less time. Their bytes are what they are, so the latency has to shrink.
 #
 # *Takeaway: starting early hides the shorter of two, arithmetic or communication. It does not make communication cheaper.*
 #
