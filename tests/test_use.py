@@ -530,3 +530,34 @@ def test_a_program_of_ones_own_declares_what_can_be_replaced(tmp_path):
         labkit.run(program, use={"greet": lambda name, times: name})
     with pytest.raises(ParameterError, match="lets replace no function"):
         labkit.run("all_reduce", use={"greet": print})
+
+
+def test_what_a_cells_function_uses_is_found_when_it_is_compiled(tmp_path):
+    program = tmp_path / "compiles.py"
+    program.write_text(
+        textwrap.dedent("""
+            import torch
+            from labkit import rank
+
+            @rank.replaceable
+            def make():
+                return torch.neg
+
+            inner = make()
+            outer = torch.compile(lambda x: inner(x), backend="eager", fullgraph=True)
+            print(outer(torch.ones(1)).item())
+        """)
+    )
+    code = """
+        class Factor:
+            def __init__(self):
+                self.value = 3.0
+
+        def triple(x):
+            return x * Factor().value
+
+        def make():
+            return triple
+    """
+    cell = in_a_cell("<cell 8>", textwrap.dedent(code))
+    assert labkit.run(program, nproc=1, use={"make": cell["make"]}).ranks[0].log() == "3.0\n"
