@@ -104,15 +104,17 @@ def kill_at_random(kind: str, index: int, longest_s: float) -> bool:
     how = [sys.executable, "-c", f"import labkit\n{code}"]
     notebook = subprocess.Popen(how, env=os.environ | {TAG: tag, ENV_WARM: warm}, stderr=subprocess.DEVNULL)
     time.sleep(random.uniform(0, longest_s))
-    target = random.choice([notebook.pid, *(each.pid for each in tagged(tag))])
-    psutil.Process(target).kill()
+    target = psutil.Process(random.choice([notebook.pid, *(each.pid for each in tagged(tag))]))
+    # A run whose warm parent is killed before it has forked starts cold, and goes on.
+    goes_on = target.ppid() == notebook.pid and not target.children() and "fork_server" in " ".join(target.cmdline())
+    target.kill()
     # A run that loses another process ends by itself and says so; its notebook has nothing more to do.
-    in_time = target == notebook.pid or gone(lambda: notebook.poll() is None)
+    in_time = target.pid == notebook.pid or goes_on or gone(lambda: notebook.poll() is None)
     notebook.kill()
     notebook.wait()
     in_time &= gone(lambda: tagged(tag))
     if not in_time:
-        print(f"{kind}: process {target} killed, left: {[each.cmdline() for each in tagged(tag)]}", flush=True)
+        print(f"{kind}: process {target.pid} killed, left: {[each.cmdline() for each in tagged(tag)]}", flush=True)
         for each in tagged(tag):
             each.kill()
     return in_time
