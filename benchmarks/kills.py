@@ -104,9 +104,14 @@ def kill_at_random(kind: str, index: int, longest_s: float) -> bool:
     how = [sys.executable, "-c", f"import labkit\n{code}"]
     notebook = subprocess.Popen(how, env=os.environ | {TAG: tag, ENV_WARM: warm}, stderr=subprocess.DEVNULL)
     time.sleep(random.uniform(0, longest_s))
-    target = psutil.Process(random.choice([notebook.pid, *(each.pid for each in tagged(tag))]))
-    # A run whose warm parent is killed before it has forked starts cold, and goes on.
-    goes_on = target.ppid() == notebook.pid and not target.children() and "fork_server" in " ".join(target.cmdline())
+    target, goes_on = psutil.Process(notebook.pid), False
+    chosen = random.choice([notebook.pid, *(each.pid for each in tagged(tag))])
+    # Some processes end while they are looked at; then the notebook is killed.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words, parent = " ".join(psutil.Process(chosen).cmdline()), psutil.Process(chosen).ppid()
+        # A run whose warm parent is killed before it has forked starts cold, and goes on.
+        goes_on = parent == notebook.pid and "fork_server" in words and not psutil.Process(chosen).children()
+        target = psutil.Process(chosen)
     target.kill()
     # A run that loses another process ends by itself and says so; its notebook has nothing more to do.
     in_time = target.pid == notebook.pid or goes_on or gone(lambda: notebook.poll() is None)
