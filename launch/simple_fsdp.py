@@ -80,6 +80,11 @@ class Config:
             raise ValueError(f"bucketing {self.bucketing} changes compiled graphs: use compile")
         if (self.bucket_mb or self.sizes_mb) and self.bucketing == "none":
             raise ValueError("buckets are made by bucketing passes or inductor: choose one")
+        torch_version = requirements.torch_version()
+        if self.bucketing == "inductor" and torch_version < (2, 12):
+            raise ValueError("bucketing inductor needs torch 2.12: use bucketing passes")
+        if self.bucketing == "inductor" and self.bucket_mb and torch_version < (2, 13):
+            raise ValueError("bucket_mb with bucketing inductor needs torch 2.13: leave it out")
         if self.sizes_mb and (self.check != "none" or self.bucket_mb or self.timeline):
             fix = "use check none, no bucket_mb and no timeline"
             raise ValueError(f"sizes_mb compares times of several sizes: {fix}")
@@ -184,8 +189,9 @@ def inductor_pass(
     times take the place of its estimates.
     """
     options: dict[str, Any] = {"collective_bucketing": True, "insert_overlap_deps": True}
-    options["pre_bucketing_fsdp_collectives"] = bucket_mb is not None
-    options["pre_bucketing_fsdp_collectives_bucket_cap_mb"] = bucket_mb
+    if requirements.torch_version() >= (2, 13):
+        options["pre_bucketing_fsdp_collectives"] = bucket_mb is not None
+        options["pre_bucketing_fsdp_collectives_bucket_cap_mb"] = bucket_mb
     scheduling = torch_private.get("_inductor.fx_passes.overlap_scheduling")
     # It tells of each graph.
     logging.getLogger(f"{scheduling.__package__}.fsdp").setLevel(logging.WARNING)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
 import labkit
+from labkit import requirements
 from labkit.models.mlp import MLPStack
 from labkit.parallel import graph_passes
 from labkit.parallel.buckets import assign_buckets
@@ -71,7 +72,7 @@ WAYS = {
     "eager": {},
     "compiled": {"compile": True},
     "passes": {"compile": True, "bucketing": "passes", "bucket_mb": 0.01},
-    "inductor": {"compile": True, "bucketing": "inductor", "bucket_mb": 0.01},
+    "inductor": {"compile": True, "bucketing": "inductor"},
 }
 DAILY = [("mlp_stack", 2, "eager"), ("mlp_stack", 2, "passes")]
 CASES = [(model, nproc, way) for model, nproc in (("mlp_stack", 2), ("mlp_stack", 4), ("hf_bert", 4)) for way in WAYS]
@@ -168,6 +169,14 @@ def test_emulated_gathers_hide_once_they_start_early_and_inductor_hides_some():
     for way, predicted_ms in {"none": 8 * 74, "early": 8 * 50 + 24, "joined": 8 * 30 + 24}.items():
         assert times[way] == pytest.approx(predicted_ms, rel=0.15), way
     assert times["joined"] < times["inductor"] < times["none"]
+
+
+def test_an_older_torch_refuses_inductors_pass_or_its_buckets(monkeypatch):
+    how = {"compile": True, "bucketing": "inductor"}
+    for version, more, told in (((2, 11), {}, "needs torch 2.12"), ((2, 12), {"bucket_mb": 1.0}, "needs torch 2.13")):
+        monkeypatch.setattr(requirements, "torch_version", lambda version=version: version)
+        with pytest.raises(labkit.ParameterError, match=told):
+            labkit.run("simple_fsdp", **how | more)
 
 
 @pytest.mark.parametrize(
