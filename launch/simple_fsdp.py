@@ -109,6 +109,7 @@ def simple_fsdp(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 def change_graph(graph: Graph, bucket_bytes: int) -> None:
     """Join the gathers of a graph into buckets, start each early, and wait late for gradients."""
     graph_passes.join_gathers(graph, bucket_bytes)
+    graph_passes.raise_inputs(graph)
     graph_passes.start_early(graph)
     graph_passes.wait_late(graph)
 

@@ -136,6 +136,7 @@ def changed_graphs(bucket_bytes):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     graph = gathers_graph(ranks)
     graph_passes.join_gathers(graph, bucket_bytes)
+    graph_passes.raise_inputs(graph)
     graph_passes.start_early(graph)
     graph.lint()
     rows = [torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * rank for shape in SHAPES]

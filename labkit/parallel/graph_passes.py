@@ -13,6 +13,7 @@ in front of the product that needs it. Each function below changes a graph in pl
 import contextlib
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,13 +58,16 @@ def list_events(graph: Graph) -> list[str]:
     an emulated unit, or else for a matrix product.
     """
     names = [str(node.target) for node in graph.nodes if node.op != "placeholder"]
+    # inductor's pass wraps operators that shall stay in their places.
+    pause = re.compile(rf"{re.escape(PAUSE)}|subgraph_pause(_\d+)?")
+    names = [PAUSE if pause.fullmatch(name) else name for name in names]
     words = WORDS | {PAUSE if PAUSE in names else "mm": "compute"}
     found = (next((words[part] for part in words if part in name), "") for name in names)
     return [word for word in found if word]
 
 
 def raise_inputs(graph: Graph) -> None:
-    """Put what the gathers start from, such as a padded row, at the head of the graph."""
+    """Put what the gathers start from, such as a joined row, at the head of the graph."""
     heads = [node for node in graph.nodes if node.op == "placeholder"]
     needed: set[Node] = set()
     waiting = [gather.args[0] for gather in find_gathers(graph)]
@@ -117,22 +121,10 @@ def cut(
 
 
 def start_early(graph: Graph) -> None:
-    """Start each gather before the graph waits for the one before it."""
+    """Start each gather before the graph waits for the one before it; first ``raise_inputs``."""
     for earlier, gather in itertools.pairwise(find_gathers(graph)):
         (wait,) = earlier.users
-        # A joined gather's row moves along.
-        for node in [*_between(wait, gather), gather]:
-            wait.prepend(node)
-
-
-def _between(start: Node, end: Node) -> list[Node]:
-    """Return the nodes behind ``start`` from which ``end`` is made, in order."""
-    nodes = list(start.graph.nodes)
-    behind, needed = nodes[nodes.index(start) + 1 : nodes.index(end)], {end}
-    for node in reversed(behind):
-        if not needed.isdisjoint(node.users):
-            needed.add(node)
-    return [node for node in behind if node in needed]
+        wait.prepend(gather)
 
 
 def wait_late(graph: Graph) -> None:

@@ -145,10 +145,12 @@ def step_time_by_bucket_size(
     *,
     axes: Sequence[Axes] | None = None,
     ylabel: str = "backward pass, ms",
+    sizes: Sequence[str] | None = None,
 ) -> list[Axes]:
     """Draw the median step by size of bucket, one panel a run, with its prediction dashed.
 
-    The number of the fastest size is bold. The runs are those of ``step_ms_by_size``.
+    The number of the fastest size is bold. The runs are those of ``step_ms_by_size``. ``sizes``
+    names the sizes, which are otherwise in MiB.
     """
     panels = style.make_panels(results, 3.3, 3.2) if axes is None else list(axes)
     for ax, (name, result) in zip(panels, results.items(), strict=True):
@@ -162,9 +164,9 @@ def step_time_by_bucket_size(
             weight = "bold" if label == fastest else "normal"
             place = (column, max(time_ms, expected))
             style.add_note(ax, f"{time_ms:.0f}", place, (0, 3), weight=weight)
-        labels = [_size_text(label) for label in times]
+        labels = sizes or [_size_text(label) for label in times]
         ax.set_xticks(range(len(times)), labels, fontsize=8)
-        ax.set_xlabel("a bucket closes at, MiB")
+        ax.set_xlabel("a bucket closes at" + ("" if sizes else ", MiB"))
         ax.margins(y=0.12)
     panels[0].set_ylabel(ylabel)
     handles = [*style.legend_patches({"measured": style.BLUE}), style.prediction_handle("formula")]

@@ -48,6 +48,18 @@ def ddp_step_s(
     return layers * hardware.forward_ms / 1e3 + max(backward_s, last_s)
 
 
+def gather_hardware(
+    ranks: int, layer_bytes: int, *, alpha_ms: float, bytes_ms: float, forward_ms: float
+) -> Emulated:
+    """Return hardware by the costs of gathering a layer: latency of one gather, and all bytes."""
+    steps = ranks - 1
+    return Emulated(
+        latency_us=1e3 * alpha_ms / steps,
+        gb_per_s=steps / ranks * layer_bytes / (bytes_ms / 1e3) / GIGA,
+        forward_ms=forward_ms,
+    )
+
+
 def ddp_hardware(
     ranks: int,
     *,

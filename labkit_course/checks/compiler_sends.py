@@ -80,6 +80,9 @@ def simple_fsdp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 2: shard a model's parameters, and gather them where they are read."""
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        said = "nn.Linear itself has a property weight now, and so has every layer of this process"
+        hint = "Make a class for the module: module.__class__ = type(…)."
+        judge.expect(not sent["shared"], said, hint=hint)
         model = ranks_sends.make_model()
         named = dict(model.named_parameters())
         said, hint = f"the model's parameters are {', '.join(sent['after'])}", "Keep the names."
@@ -196,8 +199,12 @@ def cut(answer: Callable[..., Any]) -> Verdict:
                 for rank in range(ranks)
             ]
             arrived = torch.cat([part.flatten() for row in parts for part in row])
-            with judge.expect_no_error(f"{asked} made a graph that fails"):
+            try:
                 found = GraphModule(nn.Module(), graph)(arrived)
+            except Exception as error:
+                said = f"{asked} made a graph that fails: {judge.error_text(error)}"
+                hint = "Of shapes (2, 3) and (4,) a rank's line has 10 columns: 6, then 4."
+                raise judge.WrongAnswer(said, hint=hint) from error
             for place in range(len(sizes)):
                 right = torch.cat([row[place] for row in parts])
                 _judge_piece(found[place], right, arrived, parts, place, f"{asked}: tensor {place}")
@@ -224,7 +231,7 @@ def _judge_piece(
 def forward_ms(answer: Callable[..., float]) -> Verdict:
     """Exercise 5: the end of the forward pass, from (takes, computes)."""
     early = "The first two gathers are asked for at 0: the second travels behind the first."
-    late = "A gather is asked for when the arithmetic two places before it ends."
+    late = "Gather i is asked for when the arithmetic of bucket i - 2 has ended."
     wire = "One wire: a gather starts when the one before it has arrived."
     both = "Arithmetic begins when its gather has arrived and the arithmetic before it has ended."
     cases: list[tuple[list[float], list[float], str]] = [

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Lab 4c. The compiler sends: SimpleFSDP and passes over its graph
 #
-# FSDP2 gathers parameters in hooks (lab 2), and a compiler cannot look into a hook. **SimpleFSDP** writes the
-# all-gather where the parameter is read, so that each collective becomes an operator of the compiled graph, and
-# a **pass** over that graph decides what travels together, and when. PyTorch's compiler, inductor, has such a pass of its
+# FSDP2 gathers parameters in hooks (lab 2), which stay outside of a compiled graph. **SimpleFSDP** writes the
+# all-gather where the parameter is read, so that each collective becomes an operator of the graph, and
+# a **pass** over that graph decides which parameters travel together, and when. PyTorch's compiler, inductor, has such a pass of its
 # own. After this lab you can
 #
 # - write SimpleFSDP yourself, and prove on real ranks that it trains as one device does;
@@ -18,6 +18,7 @@
 import itertools
 import json
 import operator
+import re
 from collections.abc import Callable
 
 import pandas
@@ -34,6 +35,7 @@ from labkit.parallel import graph_passes as labkits
 from labkit.parallel import simple_fsdp as labkits_fsdp
 from labkit.parallel.buckets import assign_buckets
 from labkit.parallel.graph_passes import find_gathers, gathered_bytes
+from labkit.theory import emulated_steps
 from labkit.theory import fsdp as theory
 from labkit_course.checks import compiler_sends as checks
 from labkit_course.checks.claims import claim, commit, prediction_text
@@ -52,14 +54,13 @@ labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, 
 # %% [markdown]
 # ## 1. A graph instead of hooks ({minutes} minutes)
 #
-# A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. Communication
-# takes two of them. `all_gather_into_tensor` starts a gather and returns at once, and `wait_tensor` returns when the
+# A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. A gather takes
+# two of them. `all_gather_into_tensor` starts a gather and returns at once, and `wait_tensor` returns when the
 # parameter is there. Whatever the graph computes between the two hides the gather, and what it waits for is **exposed**.
 #
 # We train a chain of eight linear layers, `fc1` to `fc8`, under emulation: real ranks wait as long as an imagined device
-# and wire would take. A gather takes alpha = 20 ms, and the bytes of a layer 10 ms more, nearly all of them for its
-# weight. A layer computes for 24 ms in the forward pass. Each layer has a weight and a bias, so SimpleFSDP gathers twice
-# for each.
+# and wire would take. In the forward pass a layer computes for 24 ms. It has a weight and a bias, so SimpleFSDP gathers
+# twice for it: each gather takes alpha = 20 ms, and the bytes of both together 10 ms more.
 #
 # Commit: how long does the forward pass take, in ms, if each gather is waited for as soon as it has started?
 
@@ -74,13 +75,8 @@ DIM, LAYERS = 60, 8  # 60 rows can be shared by 2 and by 3 ranks
 LAYER_BYTES = 4 * DIM * (DIM + 1)
 LAYER_MB = LAYER_BYTES / 2**20
 ALPHA_MS, BYTES_MS, FORWARD_MS = 20, 10, 24
-ring_steps = RANKS - 1
-wire = labkit.Emulated(
-    latency_us=1e3 * ALPHA_MS / ring_steps,
-    gb_per_s=ring_steps / RANKS * LAYER_BYTES / (BYTES_MS / 1e3) / 1e9,
-    forward_ms=FORWARD_MS,
-    backward_ms=2 * FORWARD_MS,
-)
+costs = {"alpha_ms": ALPHA_MS, "bytes_ms": BYTES_MS, "forward_ms": FORWARD_MS}
+wire = emulated_steps.gather_hardware(RANKS, LAYER_BYTES, **costs)
 CHAIN = {"model": "chain", "dim": DIM, "layers": LAYERS}
 TRAIN = {"nproc": RANKS, "compile": True, "steps": STEPS, "emulate": wire, **CHAIN}
 ways = {"as the\nmodel reads": {}, "after\na pass": {"bucketing": "passes", "bucket_mb": 2 * LAYER_MB}}
@@ -96,8 +92,8 @@ claim("592 ms without a pass", abs(plain_ms / 592 - 1) < 0.1)
 claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_ms / 2)
 
 # %% [markdown]
-# *One emulated step of rank 0. Underlined is what is exposed. After a pass over the graph nearly all gathers hide behind
-# the layers before them.*
+# *One emulated step of rank 0; exposed time is underlined. After a pass over the graph nearly all gathers hide behind the
+# layers before them.*
 #
 # Both ran the same model and sent the same bytes. The pass changed the order of the operators, and which parameters travel
 # together. In this lab you write the model first, then the pass.
@@ -121,7 +117,7 @@ claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_
 #
 # <details><summary>Hint 1</summary>
 #
-# Two calls after each other: one that gathers, and one that leaves DTensor. Which gradient did lab 0 put in place of
+# Two calls, one after the other: the first gathers, and the second leaves DTensor. Which gradient did lab 0 put in place of
 # each rank's own?
 #
 # </details>
@@ -144,7 +140,7 @@ gather_verdict = checks.gather(gather)
 gather_verdict
 
 # %% [markdown]
-# Now every `layer.weight` in a model shall call `gather`. A **property** is an attribute that calls a function when it is
+# Now every `layer.weight` in a model should call `gather`. A **property** is an attribute that calls a function when it is
 # read. Properties belong to classes, so a module gets a class of its own, made from its old one:
 
 
@@ -170,7 +166,7 @@ room.fahrenheit
 #
 # For each module of `model` and each parameter of its own, register a parameter in place of the old one that holds
 # this rank's rows, `distribute_tensor(whole, mesh, [Shard(0)])`. Then give the module a class whose properties gather.
-# The check and the program hand in `gather`, exercise 1's or labkit's.
+# Both the check and the program of this lab pass you a `gather`, exercise 1's or labkit's.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -265,7 +261,8 @@ claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYER
 # has used them. Where that is too much, a program checkpoints the gather, so that it is made again.
 #
 # The listing below is the program that inductor wrote from the forward graph. `pause` is the emulated arithmetic of a
-# layer. Point at a line to see which buffers it uses.
+# layer, `pause_backward` does nothing yet (its own pause comes in the backward pass), and `primals` are the inputs. Point
+# at a line to see which buffers it uses.
 
 # %% tags=["nbval-ignore-output"]
 inductor.ProgramListing(plain.ranks[0].artifact("code"))
@@ -282,7 +279,7 @@ inductor.ProgramListing(plain.ranks[0].artifact("code"))
 # |---|---|
 # | `find_gathers(graph)` | the gathers, in order |
 # | `node.target`, `node.args` | the operator, and what it is called with: other nodes stand for their results |
-# | `node.users` | the nodes that use its result; a gather has one, its wait |
+# | `node.users` | a dictionary whose keys are the nodes that use its result; a gather has one, its wait |
 # | `node.prepend(other)` | `other`, moved to the place right before `node` |
 #
 # A gather needs nothing but this rank's rows, so it may start as early as you like. But each whole parameter takes memory
@@ -406,8 +403,8 @@ cut_verdict = checks.cut(cut)
 cut_verdict
 
 # %% [markdown]
-# Around it a pass makes the row, gathers it, and lets everybody who used an old parameter use the new one. labkit has the
-# same `cut`, for the case that yours does not pass yet.
+# Around it a pass makes the row, gathers it, and replaces each old parameter by the new one in all nodes that use it.
+# labkit's `cut` takes the place of yours until yours passes.
 
 # %%
 cut_pass = cut if cut_verdict.ok else labkits.cut
@@ -429,8 +426,10 @@ def join(graph: Graph, gathers: list[Node]) -> None:
 
 
 # %% [markdown]
-# With lab 4's rule for closing buckets the pass is complete. It first joins, then starts each bucket early. labkit's
-# `wait_late` does for reduce-scatters what `start_early` does for gathers.
+# With lab 4's rule for closing buckets the pass is complete. One trap is left. A joined gather needs its row, which the graph
+# makes right in front of it. `start_early` would move the gather ahead of its own row, and torch, which sorts the graph
+# after you, would put it back to where nothing hides it. So labkit's `raise_inputs` first moves the making of all rows to
+# the head of the graph. labkit's `wait_late` moves the waits for reduce-scatters to the end of the backward graph.
 
 
 # %%
@@ -438,7 +437,8 @@ def change_graph(graph: Graph, bucket_bytes: int) -> None:
     gathers = find_gathers(graph)
     for bucket in assign_buckets([gathered_bytes(each) for each in gathers], bucket_bytes):
         join(graph, [gathers[place] for place in bucket])
-    labkits.start_early(graph)  # a joined gather's row moves along
+    labkits.raise_inputs(graph)
+    early_pass(graph)
     labkits.wait_late(graph)
 
 
@@ -462,9 +462,9 @@ claim("your pass changes no number", changed.ok and changed.verdict["max_rel_err
 # ### Exercise 5: a formula for the forward pass (••, {minutes} minutes)
 #
 # `takes` are the times of the buckets' gathers, and `computes` those of the arithmetic that follows each bucket and needs
-# it. The first two gathers are asked for at 0, and each further one when the arithmetic of the bucket two places before it
-# ends. The wire carries one gather after the other. The arithmetic of a bucket begins when its gather has arrived and the
-# arithmetic before it has ended. Return the end of the last arithmetic.
+# it. Gathers 0 and 1 are asked for at 0, and gather i when the arithmetic of bucket i − 2 has ended. The wire carries one
+# gather after the other. The arithmetic of a bucket begins when its gather has arrived and the arithmetic before it has
+# ended. Return the end of the last arithmetic.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -517,7 +517,7 @@ for layers in TOGETHER:
 curve = labkit.run("simple_fsdp", sizes_mb=SIZES_MB, **TRAIN, **PASS)
 measured = plots.step_ms_by_size(curve)
 by_size = dict(zip(measured, predicted, strict=True))
-_ = plots.step_time_by_bucket_size({"yours": curve}, {"yours": by_size}, ylabel="forward pass, ms")
+_ = plots.step_time_by_bucket_size({"yours": curve}, {"yours": by_size}, ylabel="forward pass, ms", sizes=names)
 measured = list(measured.values())
 print(f"fastest: {names[measured.index(min(measured))]}; you said {prediction_text(mine_best['layers'], 'g')} together")
 pandas.DataFrame({"formula": predicted, "measured": measured}, index=names).round().T
@@ -534,80 +534,95 @@ claim("both ends lose", min(measured[0], measured[-1]) > 1.15 * min(measured))
 # This is lab 4's lesson from the other side: the smallest bucket that keeps up is about the best. A bucket of b layers
 # takes 20 + 10 b ms and hides behind 24 b ms of arithmetic if b is at least 20 / (24 − 10) = 1.4. So take two.
 #
-# inductor asks another question. Its `compute_min_saturation_bytes` returns the bytes with which a link reaches
-# 90 % of its bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is 90 % if b = 9 · alpha / beta.
-# Commit: how many of our layers is that, and how long does the forward pass take with buckets of that size?
-
-# %% tags=["commit"]
-mine_saturated = commit(layers=None, forward_ms=None)
-### BEGIN SOLUTION
-mine_saturated = commit(layers=9 * 20 / 10, forward_ms=20 + 8 * 10 + 8 * 24)
-### END SOLUTION
+# When inductor joins FSDP's gathers beforehand, it asks another question. Its `compute_min_saturation_bytes` returns the
+# bytes with which a link reaches 90 % of its bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is
+# 90 % if b = 9 · alpha / beta. Here that is 18 layers, so all eight would share one gather, and the forward pass
+# would take 292 ms. Saturation knows the link and not the arithmetic: no bandwidth is wasted, but nothing hides the first
+# bucket, and a large one is exposed for longer. In a model of many layers this matters less, as the next cell shows.
 
 # %%
-saturated = {"layers": 9 * ALPHA_MS / BYTES_MS, "forward_ms": predicted[-1]}
-pandas.DataFrame({"yours": mine_saturated, "formula": saturated}).astype(object).fillna("no prediction")
+longer_ms = {}
+for layers in (8, 80):
+    for together in (2, min(layers, 16)):
+        buckets = layers // together
+        takes, computes = [ALPHA_MS + together * BYTES_MS] * buckets, [together * FORWARD_MS] * buckets
+        longer_ms[f"{layers} layers, {together} together"] = formula(takes, computes)
+pandas.Series(longer_ms, name="forward pass, ms").to_frame()
 
 # %% tags=["claim"]
-claim("eighteen layers, so all eight, and 292 ms", saturated == {"layers": 18, "forward_ms": 292})
+claim("90 % of the bandwidth takes 18 layers", 9 * ALPHA_MS / BYTES_MS == 18)
+small, all_eight, small_of_80, large_of_80 = longer_ms.values()
+claim(
+    "a fourth more for 8 layers, and a fourteenth for 80",
+    1.25 < all_eight / small < 1.27 and large_of_80 / small_of_80 < 1.08,
+)
 
 # %% [markdown]
-# Saturation knows the link and not the arithmetic. A saturated link wastes no bandwidth, but nothing hides the first
-# bucket, and a large one is exposed for longer. In a model of many layers that matters less, since the first bucket
-# is a small part of all.
-#
 # *Takeaway: take the smallest bucket whose gather fits into the arithmetic of a bucket.*
 #
 # ## 7. inductor's own pass ({minutes} minutes)
 #
 # inductor can order collectives itself, once `aten_distributed_optimizations.enable_overlap_scheduling` is set. Its pass
-# estimates how long each operator takes, starts gathers where something hides them, and joins neighbours where it thinks
-# that this pays. Here the emulated times are its estimates. Commit: how many of the 16 gathers are left, and how long does
-# the forward pass take, in ms? Yours takes 232 with two layers together.
+# estimates how long each operator takes, starts gathers where something hides them, and joins some. Here the emulated times
+# are its estimates. Guess, and commit: how many of the 16 gathers are left?
 
 # %% tags=["commit"]
-mine_inductor = commit(gathers=None, forward_ms=None)
+mine_inductor = commit(gathers=None)
 ### BEGIN SOLUTION
-mine_inductor = commit(gathers=8, forward_ms=264)
+mine_inductor = commit(gathers=8)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output", "summary"]
 rivals = {"yours": {"bucket_mb": 2 * LAYER_MB, **PASS}, "inductor": {"bucketing": "inductor", **MODEL}}
 runs = {"no pass": plain, **labkit.compare("simple_fsdp", rivals, rounds=1, timeline=True, **TRAIN)}
 _ = plots.timelines_by_run(runs)
-rows = {"forward, ms": "forward_ms", "gathers": "all_gather_count", "bytes handed over": "all_gather_bytes"}
+rows = {"forward, ms": "forward_ms", "step, ms": "step_ms", "gathers": "all_gather_count"}
+rows |= {"reduce-scatters": "reduce_scatter_count", "bytes gathered": "all_gather_bytes"}
 table = pandas.DataFrame({name: {row: run.value(value) for row, value in rows.items()} for name, run in runs.items()})
 table.loc["exposed, ms"] = table.loc["forward, ms"] - LAYERS * FORWARD_MS
-said = [prediction_text(mine_inductor[name]) for name in ("gathers", "forward_ms")]
-print("of inductor you said: {} gathers, {} ms".format(*said))
+print(f"gathers that inductor leaves: you said {prediction_text(mine_inductor['gathers'])}")
 table.round()
 
 # %% tags=["claim"]
 exposed, gathers = table.loc["exposed, ms"], table.loc["gathers"]
 claim("both passes win, and here yours wins more", exposed["yours"] < exposed["inductor"] < exposed["no pass"] / 2)
-claim("all hand over the same bytes", table.loc["bytes handed over"].nunique() == 1)
-claim("inductor joins a layer's weight and bias", gathers.to_list() == [2 * LAYERS, LAYERS / 2, LAYERS])
+claim("all hand over the same bytes", table.loc["bytes gathered"].nunique() == 1)
+claim("half of the gathers are left by inductor", gathers.to_list() == [2 * LAYERS, LAYERS / 2, LAYERS])
 
 # %% [markdown]
-# *The same step three times. inductor's pass joins the weight and the bias of a layer. A gather then takes 30 ms, of which a
-# layer hides 24.*
+# *The same step three times; exposed time is underlined.*
+#
+# Which parameters travel together in inductor's schedule? In the program that it wrote, a kernel copies them into one
+# buffer before each gather, and the next cell reads their names.
 
-# %%
+# %% tags=["nbval-ignore-output"]
+names_in_order = [f"fc{layer}.{what}" for layer in range(1, LAYERS + 1) for what in ("weight", "bias")]
+by_input = {f"primals_{2 * place + 2}": name for place, name in enumerate(names_in_order)}
+code = runs["inductor"].ranks[0].artifact("code")
+copied = [re.findall(r"primals_\d+", line) for line in re.findall(r" cpp_fused_\d+\(primals.*", code)]
+together = [[by_input[name] for name in each] for each in copied]
+for names in together:
+    print(*names, sep=" + ")
 for name in ("yours", "inductor"):
     print(f"{name}:", *json.loads(runs[name].ranks[0].artifact("graphs"))["forward"])
 
+# %% tags=["claim"]
+claim("a layer's weight travels with the bias of the next", together[1] == ["fc2.weight", "fc3.bias"])
+
 # %% [markdown]
-# Both orders keep a gather on its way while a layer computes. inductor's does not join two layers here, although then all but
-# the first bucket would hide. With an eye on one small network you can do better; inductor's pass has to be right for all.
+# Both orders keep a gather on its way while a layer computes. inductor's buckets hold the weight of one layer and the bias of
+# the next, so each gather takes about 30 ms, of which a layer hides 24. Two layers in one gather would hide all but the first.
+#
+# The forward pass is not all: inductor joins reduce-scatters as well, which your pass leaves alone, so over the whole
+# step it nearly catches up. A pass that joins both is a good exercise for a rainy day.
 #
 # <details><summary>What of this is experimental (torch 2.13)</summary>
 #
-# - The pass is off by default, and so is a check that all ranks have the same graph, because it could hang itself.
-# - torch's caches of compiled code took the code of another rank where rows differ
-#   (pytorch/pytorch#188390) and where gathers are joined (pytorch/pytorch#188332). labkit gives each rank its own.
+# - The pass is off by default, and so is a check that all ranks have the same graph, because the check itself could hang.
+# - A rank could take another rank's code from torch's cache: where ranks have different numbers of rows
+#   (pytorch/pytorch#188390), and where gathers are joined (pytorch/pytorch#188332). labkit keeps each rank's code apart.
 # - A later step of inductor, which saves memory, may move gathers back to where they are needed. labkit switches it off
 #   (`reorder_for_peak_memory`).
-# - inductor asks a GPU how fast its memory is even where it is given all times; on a CPU labkit answers.
 #
 # </details>
 #
@@ -615,8 +630,8 @@ for name in ("yours", "inductor"):
 #
 # ## To take along ({minutes} minutes)
 #
-# 1. A gather where a parameter is read is all of FSDP, and it puts each collective into the graph.
-# 2. A pass changes who travels together and when; values and bytes stay.
+# 1. A gather where a parameter is read makes FSDP, and puts each of its collectives into the graph.
+# 2. A pass changes which parameters travel together, and when; values and bytes stay.
 # 3. Starting early hides the shorter of arithmetic and communication, and joining saves latency.
 #
 # | if | then |

@@ -49,6 +49,13 @@ EXERCISES = [
             ),
             "on rank 0, 0.weight, 0.bias, 2.weight, 2.bias are whole on every rank": "model.eval()",
             "on rank 0, the rank holds": changed("simple_fsdp", ("[Shard(0)]", "[Replicate()]")),
+            "on rank 0, nn.Linear itself has a property weight now": changed(
+                "simple_fsdp",
+                (
+                    'module.__class__ = type("Sharded", (type(module),), properties)',
+                    "[setattr(nn.Linear, *each) for each in properties.items()]",
+                ),
+            ),
             "on rank 0, all numbers are right, but both passes send": changed(
                 "simple_fsdp",
                 ("gather(self._parameters[name]))", "[gather(self._parameters[name]) for _ in range(2)][0])"),
@@ -85,7 +92,9 @@ EXERCISES = [
                 "wholes = [[ranks * shape[0], *shape[1:]] for shape in shapes]\n"
                 "return [call(labkits.RESHAPE, each) for each in zip(parts, wholes)]"
             ),
-            f"{CUT} made a graph that fails": changed("cut", ("shape.numel() for", "ranks * shape.numel() for")),
+            f"{CUT} made a graph that fails: RuntimeError": changed(
+                "cut", ("shape.numel() for", "ranks * shape.numel() for")
+            ),
         },
     ),
     Exercise(

@@ -52,14 +52,19 @@ def run_gather(answer: Callable[[DTensor], Any], mesh: DeviceMesh) -> dict[str, 
 def run_model(answer: Callable[..., Any], mesh: DeviceMesh) -> dict[str, Any]:
     """Let the answer shard a model, and run both passes.
 
-    Return the names of its parameters ``after``, those that are ``whole`` still, how many elements
-    this rank has ``held``, the ``output``, the ``gradients`` of this rank's rows, and calls and
-    bytes ``sent``.
+    Return the names of its parameters ``after``, those that are ``whole`` still, whether the class
+    of all layers was changed, ``shared``, how many elements this rank has ``held``, the ``output``,
+    the ``gradients`` of this rank's rows, and calls and bytes ``sent``.
     """
     model = make_model()
     answer(model, mesh, gather)
     named = dict(model.named_parameters())
-    found: dict[str, Any] = {"after": list(named)}
+    found: dict[str, Any] = {"after": list(named), "shared": "weight" in vars(nn.Linear)}
+    if found["shared"]:
+        # Every layer of this process would have it.
+        for name in ("weight", "bias"):
+            delattr(nn.Linear, name)
+        return found
     found["whole"] = [name for name, each in named.items() if not isinstance(each, DTensor)]
     if found["whole"]:
         return found
