@@ -109,8 +109,10 @@ def kill_at_random(kind: str, index: int, longest_s: float) -> bool:
     # Some processes end while they are looked at; then the notebook is killed.
     with contextlib.suppress(psutil.NoSuchProcess):
         words, parent = " ".join(psutil.Process(chosen).cmdline()), psutil.Process(chosen).ppid()
-        # A run whose warm parent is killed before it has forked starts cold, and goes on.
-        goes_on = parent == notebook.pid and "fork_server" in words and not psutil.Process(chosen).children()
+        # A run whose warm parent is killed before it has forked starts cold, and goes on; so does a notebook with its
+        # next check.
+        is_idle_parent = parent == notebook.pid and "fork_server" in words and not psutil.Process(chosen).children()
+        goes_on = kind == "check" or is_idle_parent
         target = psutil.Process(chosen)
     target.kill()
     # A run that loses another process ends by itself and says so; its notebook has nothing more to do.
