@@ -108,12 +108,12 @@ def kill_at_random(kind: str, index: int, longest_s: float) -> bool:
     chosen = random.choice([notebook.pid, *(each.pid for each in tagged(tag))])
     # Some processes end while they are looked at; then the notebook is killed.
     with contextlib.suppress(psutil.NoSuchProcess):
-        words, parent = " ".join(psutil.Process(chosen).cmdline()), psutil.Process(chosen).ppid()
+        found = psutil.Process(chosen)
+        is_server = found.ppid() == notebook.pid and "fork_server" in " ".join(found.cmdline())
         # A run whose warm parent is killed before it has forked starts cold, and goes on; so does a notebook with its
         # next check.
-        is_idle_parent = parent == notebook.pid and "fork_server" in words and not psutil.Process(chosen).children()
-        goes_on = kind == "check" or is_idle_parent
-        target = psutil.Process(chosen)
+        goes_on = kind == "check" or (is_server and not found.children())
+        target = found
     target.kill()
     # A run that loses another process ends by itself and says so; its notebook has nothing more to do.
     in_time = target.pid == notebook.pid or goes_on or gone(lambda: notebook.poll() is None)

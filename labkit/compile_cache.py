@@ -78,8 +78,11 @@ def partial_libraries(folder: Path, *, remove: bool = False) -> list[Path]:
 
 
 def _stop_orphaned_compilers(folder: Path) -> None:
-    # Only where something was to be compiled, because looking at every process takes time.
-    if all(source.with_suffix(".so").exists() for source in folder.glob("*/*.cpp")):
+    # Only where a source has no library yet, because looking at every process takes time.
+    names = [set(os.listdir(place.path)) for place in os.scandir(folder) if place.is_dir()]
+    if not any(
+        name.endswith(".cpp") and f"{name[:-4]}.so" not in own for own in names for name in own
+    ):
         return
     orphans = []
     for process in psutil.process_iter():

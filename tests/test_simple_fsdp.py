@@ -16,6 +16,7 @@ from labkit.models.mlp import MLPStack
 from labkit.parallel import graph_passes
 from labkit.parallel.buckets import assign_buckets
 from labkit.parallel.simple_fsdp import apply_simple_fsdp
+from labkit.theory.emulated_steps import gather_hardware
 
 pytestmark = pytest.mark.timeout(300)
 DIM, LAYERS, MIB = 32, 2, 2**20
@@ -157,7 +158,7 @@ def test_joined_gathers_that_start_early_give_the_same_tensors(ranks, bucket_byt
 def test_emulated_gathers_hide_once_they_start_early_and_inductor_hides_some():
     # A gather of a weight takes 30 ms, one of a bias 20, and a layer computes for 24.
     layer = 4 * 60 * 61
-    slow = labkit.Emulated(latency_us=20_000, gb_per_s=layer / 2 / 10e-3 / 1e9, forward_ms=24, backward_ms=48)
+    slow = gather_hardware(2, layer, alpha_ms=20, bytes_ms=10, forward_ms=24)
     ways = {
         "none": {},
         "early": {"bucketing": "passes"},

@@ -36,7 +36,7 @@ def gather(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             judge.expect(sent["kinds"][place] == "Tensor", said, "a plain tensor", hint)
             right = ranks_sends.whole_parameter(shape)
             said = f"the tensor that gather returned for {shape[0]} rows"
-            mine = right.chunk(ranks)[index] if index < len(right.chunk(ranks)) else right[:0]
+            mine = _rank_rows(right, ranks, index)
             hint = "Replicate() makes it whole on every rank."
             likely = {"has this rank's rows alone": mine}
             judge.expect_close(sent["wholes"][place], right, said, likely, "is wrong", hint=hint)
@@ -57,13 +57,14 @@ def gather(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     return judge.passing_verdict(f"the whole and its gradient are right on {SIZES_TEXT} ranks")
 
 
+def _rank_rows(whole: Tensor, ranks: int, index: int) -> Tensor:
+    chunks = whole.chunk(ranks)
+    return chunks[index] if index < len(chunks) else whole[:0]
+
+
 def _judge_rows(got: Tensor | None, own: list[Tensor], ranks: int, index: int, name: str) -> None:
     """Expect this rank's rows of the mean of the ranks' ``own`` gradients."""
-
-    def rows(whole: Tensor) -> Tensor:
-        chunks = whole.chunk(ranks)
-        return chunks[index] if index < len(chunks) else whole[:0]
-
+    rows = partial(_rank_rows, ranks=ranks, index=index)
     said = f"the gradient of {name}"
     judge.expect(got is not None, f"{said} is missing", "rows of the mean", MEAN_HINT)
     mean = torch.stack(own).mean(0)
