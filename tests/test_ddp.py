@@ -43,7 +43,7 @@ def compare(case, inductor):
 @pytest.mark.parametrize(
     ("case", "inductor"),
     long_but(
-        [("fp16", True), ("cpu", False)],
+        [("cpu", False)],
         [(name, True) for name in ddp.DDP_CASES if name != "gpu"] + [("cpu", False), ("fp16", False)],
     ),
 )

@@ -47,7 +47,7 @@ def look(dim, bucket_mb, fuse, case="cpu"):
         pytest.param(2000, 1.0, "coalesced", "cpu", 5, marks=pytest.mark.long),
         pytest.param(2000, 5.0, "concat", "cpu", 5, marks=pytest.mark.long),
         pytest.param(2000, 100.0, "coalesced", "cpu", 2, marks=pytest.mark.long),
-        (512, 1.6, "coalesced", "backward_only", 3),
+        pytest.param(512, 1.6, "coalesced", "backward_only", 3, marks=pytest.mark.long),
         (512, 1.6, "concat", "cpu", 3),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixture_cuda import write_site
+from fixture_long import long_but
 
 import labkit
 from labkit import plots
@@ -29,7 +30,7 @@ def replace(real):
 """
 
 
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("warm", long_but([True], [True, False]))
 def test_neither_torchrun_nor_the_warm_parent_asks_for_gpus(warm, tmp_path, monkeypatch):
     """Whoever asks can no longer be forked: on a GPU host each rank would start a new Python."""
     write_site(tmp_path, NOTING)

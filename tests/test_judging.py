@@ -37,7 +37,7 @@ def notebook(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "last", "status", "says"),
     [
-        (RIGHT, "1 + 1", 0, "1 of 1 passed"),
+        pytest.param(RIGHT, "1 + 1", 0, "1 of 1 passed", marks=pytest.mark.long),
         (RIGHT.replace("8 *", "4 *"), "1 + 1", 1, "0 of 1 passed\n  2.1 the fewest ranks: wrong"),
         pytest.param(RIGHT, "1 / 0", 1, "ZeroDivisionError: division by zero", marks=pytest.mark.long),
     ],

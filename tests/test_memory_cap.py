@@ -86,6 +86,7 @@ def test_an_image_that_fits_only_when_it_is_sharded(monkeypatch):
 
 
 @linux
+@pytest.mark.long
 def test_threads_of_sixteen_cores_do_not_count_as_memory_of_the_step(monkeypatch):
     """Seen on a machine of 16 cores, where no number of ranks could train."""
     monkeypatch.setattr(requirements, "usable_cores", lambda: list(range(16)))

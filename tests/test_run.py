@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from fixture_long import long_but
 from fixture_messages import words
 from fixture_time import within
 
@@ -24,6 +25,7 @@ from labkit.launcher.worker import is_echo
 from labkit.runs.folder import RunFolder, read_json, write_json
 
 PROGRAMS = Path(__file__).parent / "programs"
+WARM_DAILY = long_but(["warm"], ["warm", "cold"])
 MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))
 
 
@@ -128,6 +130,7 @@ def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
 
 
 @pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 def test_a_disk_that_the_output_fills(small_disk, tmp_path):
     program = tmp_path / "wordy.py"
     program.write_text("while True:\n    print(1000 * 'word ')\n")
@@ -269,6 +272,7 @@ def test_a_rank_that_ends_well_while_another_waits_for_it():
 
 
 @pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 @pytest.mark.parametrize(
     ("how", "group", "exc_type", "message"),
     [
@@ -337,6 +341,7 @@ def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):
 
 
 @pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 def test_a_child_of_a_rank_can_use_multiprocessing(tmp_path):
     labkit.run(MISBEHAVE, how="spawn", pids=str(tmp_path / "pids"))
     assert len((tmp_path / "pids").read_text().split()) == 5  # torchrun and rank, twice, and the child

@@ -118,6 +118,7 @@ def test_ranks_have_the_threads_and_the_random_numbers_of_new_processes(tell, mo
     assert len(set(of_torch)) == len(set(of_python)) == len(set(of_numpy)) == 4
 
 
+@pytest.mark.long
 def test_a_run_of_many_good_and_bad_ones_leaves_nothing(tmp_path):
     labkit.run(PROGRAMS / "small.py", device="cpu")
     us, parent = psutil.Process(), warm_start.fork_server_manager._parent.process.pid

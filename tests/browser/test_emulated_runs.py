@@ -7,7 +7,6 @@ import time
 import nbformat
 import psutil
 import pytest
-from fixture_long import long_but
 from fixture_notebook import output_of, press
 
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
@@ -43,7 +42,8 @@ def notebook(request, lab, open_notebook):
     page.close()
 
 
-@pytest.mark.parametrize("after_s", long_but([1.0], [0.3, 1.0, 4.0]))
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [0.3, 1.0, 4.0])
 def test_a_killed_kernel_leaves_no_rank_of_an_emulated_run(notebook, after_s):
     kernel = psutil.Process(int(output_of(notebook, 0).split("kernel ")[1]))
     press(notebook, 1)
