@@ -87,6 +87,7 @@ def test_a_wrong_plan_is_told_what_it_does(name, plan):
     assert verdict.state == "wrong" and said in repr(verdict)
 
 
+@pytest.mark.long
 def test_right_answers_pass_on_launched_ranks(plan):
     said = "equal to one device on 2 x 2 and 1 x 3 ranks, every matrix shared out"
     assert repr(checks.block_plan(plan("block_plan", BLOCK))) == f"passed: {said}"

@@ -25,7 +25,13 @@ SHORT = 6
 LABS = [path.stem for path in Path(__file__).with_name("answers").glob("[!_]*.py")]
 EXERCISES = [each for lab in LABS for each in importlib.import_module(f"answers.{lab}").EXERCISES]
 EXERCISES.sort(key=lambda exercise: (exercise.number.split(".")[0], int(exercise.number.split(".")[1])))
-WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
+DAILY = 3
+"""So many wrong answers to each exercise are tried daily, and the others in the long tier."""
+WRONG = [
+    pytest.param(each, said, id=f"{each.number}: {said}", marks=[pytest.mark.long] * (place >= DAILY))
+    for each in EXERCISES
+    for place, said in enumerate(each.wrong)
+]
 
 
 def source_of(exercise):

@@ -96,7 +96,12 @@ def test_a_forked_process_leaves_its_parents_end_to_the_parent(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "status", "said"),
-    [("well", 0, ""), ("raise", 1, "RuntimeError: the rank fails\n"), ("status", 3, ""), ("words", 1, "some words\n")],
+    [
+        pytest.param("well", 0, "", marks=pytest.mark.long),
+        ("raise", 1, "RuntimeError: the rank fails\n"),
+        ("status", 3, ""),
+        pytest.param("words", 1, "some words\n", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_without_labkits_worker_is_not_taken_apart_either(how, status, said, monkeypatch):
     monkeypatch.delenv("LABKIT_RUN_FOLDER", raising=False)

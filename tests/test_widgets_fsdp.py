@@ -74,6 +74,7 @@ def expected(cell, stage):
     return theory.step_ledger(layers, 8 * cell["batch"], 2, **how).peak["total"]
 
 
+@pytest.mark.long
 def test_the_ledger_of_every_stage_holds_on_real_ranks(ledgers):
     assert len(ledgers) == len(HOW)
     off = {key: predicted / found - 1 for key, (found, predicted) in ledgers.items()}

@@ -2,7 +2,6 @@
 
 import pytest
 from fixture_explorers import held_against_time, sentence
-from fixture_long import long_but
 
 from labkit import requirements
 from labkit.theory import two_dim as theory
@@ -48,7 +47,8 @@ def test_what_this_machine_cannot_run_is_refused_with_what_to_take(monkeypatch):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("chosen", long_but([{}], [{}, {"tp": 8}, {"tokens": 16384, "tp": 1}, {"ranks": 4}]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", [{}, {"tp": 8}, {"tokens": 16384, "tp": 1}, {"ranks": 4}], ids=str)
 def test_what_is_predicted_is_measured(chosen):
     explorer = TwoAxesExplorer()
     explorer.chosen |= chosen
