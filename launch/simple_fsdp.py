@@ -147,6 +147,7 @@ def shard_and_compile(config: Config, here: rank.Session, bucket_mb: float | Non
     options = {"fallback_random": config.check != "none"}
     lab.compile(fullgraph=True, dynamic=False, options=options)
     seen: list[list[str]] = []
+    nodes: list[list[str]] = []
 
     def change(graph: Graph) -> None:
         graph_passes.raise_inputs(graph)
@@ -155,14 +156,28 @@ def shard_and_compile(config: Config, here: rank.Session, bucket_mb: float | Non
         elif config.bucketing == "inductor":
             inductor_pass(graph, bucket_mb, load_emulated())
         seen.append(graph_passes.list_events(graph))
+        nodes.append(list_nodes(graph))
 
     with graph_passes.pass_over_graphs(change), capture_generated_code() as programs:
         inputs = parity.draw_samples(lab, here.device, 0, here.rank)
         forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
     lab.zero_grad()
-    here.save_artifact("graphs", json.dumps(dict(zip(("forward", "backward"), seen, strict=True))))
+    for name, found in {"graphs": seen, "nodes": nodes}.items():
+        by_pass = dict(zip(("forward", "backward"), found, strict=True))
+        here.save_artifact(name, json.dumps(by_pass))
     here.save_artifact("code", programs[0])
     return lab
+
+
+def list_nodes(graph: Graph) -> list[str]:
+    """Return a line for each operator of a graph, in order: "node = operator(nodes)"."""
+    lines = []
+    for node in (each for each in graph.nodes if each.op == "call_function"):
+        # An operator is called "mm.default"; a Python function has no dots in its name.
+        name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+        inputs = ", ".join(each.name for each in node.all_input_nodes)
+        lines.append(f"{node.name} = {name}({inputs})")
+    return lines
 
 
 def time_sizes(config: Config, here: rank.Session) -> None:

@@ -1,6 +1,7 @@
 """SimpleFSDP and passes over its graphs: equal to one device, and joined as theory counts."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -109,6 +110,10 @@ def test_a_step_gathers_as_often_as_the_buckets_are_many(bucket_mb):
     # The next gather starts before the graph waits for the one before it.
     assert order["forward"][:2] == (["gather", "gather"] if len(buckets) > 1 else ["gather", "wait"])
     assert order["backward"][-len(sizes) :] == ["wait"] * len(sizes)
+    nodes = json.loads(result.ranks[0].artifact("nodes"))["forward"]
+    assert all(re.fullmatch(r"\w+ = \w+\([\w, ]*\)", node) for node in nodes), nodes
+    assert sum(" = all_gather_into_tensor(" in node for node in nodes) == len(buckets)
+    assert sum(" = addmm(" in node for node in nodes) == len(sizes) / 2, "a layer has a weight and a bias"
 
 
 def parameter_elements():

@@ -2,9 +2,9 @@
 # # Lab 4c. The compiler sends: SimpleFSDP and passes over its graph
 #
 # FSDP2 gathers parameters in hooks (lab 2), which stay outside of a compiled graph. **SimpleFSDP** writes the
-# all-gather where the parameter is read, so that each collective becomes an operator of the graph, and
-# a **pass** over that graph decides which parameters travel together, and when. PyTorch's compiler, inductor, has such a pass of its
-# own. After this lab you can
+# all-gather where the parameter is read, so that each collective becomes an operator of the graph, and a **pass** over
+# that graph decides which parameters travel together, and when. PyTorch's compiler, inductor, has such a pass of its own.
+# After this lab you can
 #
 # - write SimpleFSDP yourself, and prove on real ranks that it trains as one device does;
 # - read where a compiled graph gathers, waits and computes;
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.fx import Graph, Node
 
 import labkit
-from labkit import doctor, inductor, plots
+from labkit import doctor, plots
 from labkit.config import require
 from labkit.parallel import graph_passes as labkits
 from labkit.parallel import simple_fsdp as labkits_fsdp
@@ -54,12 +54,12 @@ labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, 
 # %% [markdown]
 # ## 1. A graph instead of hooks ({minutes} minutes)
 #
-# A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. A gather takes
-# two of them. `all_gather_into_tensor` starts a gather and returns at once, and `wait_tensor` returns when the
-# parameter is there. Whatever the graph computes between the two hides the gather, and what it waits for is **exposed**.
+# A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. A gather is
+# two of them. `all_gather_into_tensor` starts it and returns at once, and `wait_tensor` returns when the parameter is
+# there. Whatever the graph computes between the two hides the gather, and what it waits for is **exposed**.
 #
 # We train a chain of eight linear layers, `fc1` to `fc8`, under emulation: real ranks wait as long as an imagined device
-# and wire would take. In the forward pass a layer computes for 24 ms. It has a weight and a bias, so SimpleFSDP gathers
+# and wire would take. A layer computes for 24 ms in the forward pass and 48 in the backward pass. It has a weight and a bias, so SimpleFSDP gathers
 # twice for it: each gather takes alpha = 20 ms, and the bytes of both together 10 ms more.
 #
 # Commit: how long does the forward pass take, in ms, if each gather is waited for as soon as it has started?
@@ -92,11 +92,11 @@ claim("592 ms without a pass", abs(plain_ms / 592 - 1) < 0.1)
 claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_ms / 2)
 
 # %% [markdown]
-# *One emulated step of rank 0; exposed time is underlined. After a pass over the graph nearly all gathers hide behind the
-# layers before them.*
+# *One emulated step of rank 0; exposed time is underlined. After a pass over the graph all gathers but the first hide
+# behind the layers before them.*
 #
-# Both ran the same model and sent the same bytes. The pass changed the order of the operators, and which parameters travel
-# together. In this lab you write the model first, then the pass.
+# Both ran the same model and sent the same bytes. The pass, labkit's here, changed the order of the operators, and which
+# parameters travel together. In this lab you write the model first, then the pass.
 #
 # *Takeaway: once communication is in the graph, overlapping it is a matter of moving operators.*
 #
@@ -234,8 +234,8 @@ claim("both train as one device does", eager.ok and compiled.ok and max(errors.v
 #
 # ## 3. What the compiler sees ({minutes} minutes)
 #
-# Compiling gives two graphs, one for each pass. Commit before you look: how many gathers are in the forward graph, and
-# how many in the backward graph?
+# Compiling gives two graphs, one for the model's forward pass and one for its backward pass. Commit before you look: how
+# many gathers are in the forward graph, and how many in the backward graph?
 
 # %% tags=["commit"]
 mine_gathers = commit(forward=None, backward=None)
@@ -256,16 +256,21 @@ pattern = ["gather", "wait", "gather", "wait", "compute"]
 claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYERS)
 
 # %% [markdown]
-# The backward graph gathers nothing, because the compiler keeps the parameters that the forward pass has gathered. FSDP2
-# does so with `reshard_after_forward=False` (lab 2). All whole parameters then stay in memory until the backward pass
-# has used them. Where that is too much, a program checkpoints the gather, so that it is made again.
+# The backward graph gathers nothing, because the compiler keeps the weights that the forward pass has gathered. FSDP2
+# does so with `reshard_after_forward=False` (lab 2). The whole weights then stay in memory until the backward pass has
+# used them. Where that is too much, one checkpoints the gather (`torch.utils.checkpoint`), so that it is made again.
 #
-# The listing below is the program that inductor wrote from the forward graph. `pause` is the emulated arithmetic of a
-# layer, `pause_backward` does nothing yet (its own pause comes in the backward pass), and `primals` are the inputs. Point
-# at a line to see which buffers it uses.
+# These are the first operators of the forward graph, those of `fc1` and `fc2`. `primals` are its inputs: the samples, and
+# a rank's rows of each weight and bias. `addmm` is the layer itself, `pause` waits as long as its emulated arithmetic
+# takes, and `pause_backward` is for the backward pass.
+
 
 # %% tags=["nbval-ignore-output"]
-inductor.ProgramListing(plain.ranks[0].artifact("code"))
+def first_nodes(run: labkit.RunResult, count: int = 16) -> str:
+    return "\n".join(json.loads(run.ranks[0].artifact("nodes"))["forward"][:count])
+
+
+print(first_nodes(plain))
 
 # %% [markdown]
 # *Takeaway: SimpleFSDP's graph says for each parameter when its gather starts and when the model waits, and a compiler may
@@ -279,8 +284,13 @@ inductor.ProgramListing(plain.ranks[0].artifact("code"))
 # |---|---|
 # | `find_gathers(graph)` | the gathers, in order |
 # | `node.target`, `node.args` | the operator, and what it is called with: other nodes stand for their results |
+# | `gather.args` | the node of this rank's rows, the number of ranks, the group |
+# | `node.meta["val"]` | a tensor without numbers, which has the shape and dtype of the node's result |
 # | `node.users` | a dictionary whose keys are the nodes that use its result; a gather has one, its wait |
 # | `node.prepend(other)` | `other`, moved to the place right before `node` |
+#
+# inductor calls a pass with each graph, forward and backward, just before it writes the program. In a script of your own
+# you would set `torch._inductor.config.post_grad_custom_post_pass` to it.
 #
 # A gather needs nothing but this rank's rows, so it may start as early as you like. But each whole parameter takes memory
 # from then on, and they all share one wire. A good rule is FSDP2's: start the next gather before you wait for this one.
@@ -335,6 +345,7 @@ early = labkit.run("simple_fsdp", bucketing="passes", use={"change_graph": early
 early_ms = early.value("forward_ms")
 said = prediction_text(mine_early["early_ms"])
 print(f"ms: {plain_ms:.0f} before, {early_ms:.0f} with early starts, {LAYERS * 50 + 24} by the formula, yours: {said}")
+print(f"\nthe graph now begins with\n{first_nodes(early)}")
 
 # %% tags=["claim"]
 claim("424 ms", abs(early_ms / 424 - 1) < 0.1)
@@ -462,8 +473,8 @@ claim("your pass changes no number", changed.ok and changed.verdict["max_rel_err
 # ### Exercise 5: a formula for the forward pass (••, {minutes} minutes)
 #
 # `takes` are the times of the buckets' gathers, and `computes` those of the arithmetic that follows each bucket and needs
-# it. Gathers 0 and 1 are asked for at 0, and gather i when the arithmetic of bucket i − 2 has ended. The wire carries one
-# gather after the other. The arithmetic of a bucket begins when its gather has arrived and the arithmetic before it has
+# it. Gathers 0 and 1 are asked for at 0. Gather i is asked for before the wait for gather i − 1, which is when the
+# arithmetic of bucket i − 2 has ended. The wire carries one gather after the other. The arithmetic of a bucket begins when its gather has arrived and the arithmetic before it has
 # ended. Return the end of the last arithmetic.
 #
 # <details><summary>Hint 1</summary>
@@ -494,21 +505,21 @@ forward_verdict = checks.forward_ms(forward_ms)
 forward_verdict
 
 # %% [markdown]
-# We try four sizes: a gather for each parameter, then buckets of one, two and all eight layers. Commit: which is the
-# fastest?
+# We try four sizes: a gather for each parameter, then buckets of one, two and all eight layers. Commit: how long does the
+# forward pass take, in ms, with two layers in a bucket, and with all eight?
 
 # %% tags=["commit"]
-mine_best = commit(layers=None)
+mine_sizes = commit(two_ms=None, eight_ms=None)
 ### BEGIN SOLUTION
-mine_best = commit(layers=2)
+mine_sizes = commit(two_ms=20 + 20 + 8 * 24, eight_ms=20 + 80 + 8 * 24)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
 formula = forward_ms if forward_verdict.ok else theory.prefetched_forward
 TOGETHER = (1, 2, 8)
 SIZES_MB = (0.0001, *(layers * LAYER_MB for layers in TOGETHER))
-names = ["each", *(f"{layers} together" for layers in TOGETHER)]
-bias = BYTES_MS / (DIM + 1)  # of a layer's bytes
+names = ["one parameter", "1 layer", *(f"{layers} layers" for layers in TOGETHER[1:])]
+bias = BYTES_MS / (DIM + 1)  # ms for the bytes of a bias
 separate = [ALPHA_MS + BYTES_MS - bias, ALPHA_MS + bias] * LAYERS
 predicted = [formula(separate, [0, FORWARD_MS] * LAYERS)]
 for layers in TOGETHER:
@@ -519,8 +530,9 @@ measured = plots.step_ms_by_size(curve)
 by_size = dict(zip(measured, predicted, strict=True))
 _ = plots.step_time_by_bucket_size({"yours": curve}, {"yours": by_size}, ylabel="forward pass, ms", sizes=names)
 measured = list(measured.values())
-print(f"fastest: {names[measured.index(min(measured))]}; you said {prediction_text(mine_best['layers'], 'g')} together")
-pandas.DataFrame({"formula": predicted, "measured": measured}, index=names).round().T
+yours = [None, None, *mine_sizes.values()]
+columns = {"you said": [prediction_text(each) for each in yours], "formula": predicted, "measured": measured}
+pandas.DataFrame(columns, index=names).round().T
 
 # %% tags=["claim"]
 claim("the formula is within 10 %", max(abs(a / b - 1) for a, b in zip(measured, predicted, strict=True)) < 0.1)
@@ -534,16 +546,17 @@ claim("both ends lose", min(measured[0], measured[-1]) > 1.15 * min(measured))
 # This is lab 4's lesson from the other side: the smallest bucket that keeps up is about the best. A bucket of b layers
 # takes 20 + 10 b ms and hides behind 24 b ms of arithmetic if b is at least 20 / (24 − 10) = 1.4. So take two.
 #
-# When inductor joins FSDP's gathers beforehand, it asks another question. Its `compute_min_saturation_bytes` returns the
-# bytes with which a link reaches 90 % of its bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is
-# 90 % if b = 9 · alpha / beta. Here that is 18 layers, so all eight would share one gather, and the forward pass
-# would take 292 ms. Saturation knows the link and not the arithmetic: no bandwidth is wasted, but nothing hides the first
-# bucket, and a large one is exposed for longer. In a model of many layers this matters less, as the next cell shows.
+# inductor can also join FSDP's gathers before it orders anything (an option that stays off in the next section). Then it
+# asks another question: its `compute_min_saturation_bytes` returns the bytes with which a link reaches 90 % of its
+# bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is 90 % if b = 9 · alpha / beta. Here that is
+# 18 layers, so all eight would share one gather. Saturation knows the link and not the arithmetic: no bandwidth is
+# wasted, but nothing hides the first bucket, and a large one is exposed for longer. In a model of many layers this
+# matters less, as the next cell shows.
 
 # %%
 longer_ms = {}
 for layers in (8, 80):
-    for together in (2, min(layers, 16)):
+    for together in (2, min(layers, 16)):  # 80 layers are five buckets of 16
         buckets = layers // together
         takes, computes = [ALPHA_MS + together * BYTES_MS] * buckets, [together * FORWARD_MS] * buckets
         longer_ms[f"{layers} layers, {together} together"] = formula(takes, computes)
@@ -577,7 +590,7 @@ rivals = {"yours": {"bucket_mb": 2 * LAYER_MB, **PASS}, "inductor": {"bucketing"
 runs = {"no pass": plain, **labkit.compare("simple_fsdp", rivals, rounds=1, timeline=True, **TRAIN)}
 _ = plots.timelines_by_run(runs)
 rows = {"forward, ms": "forward_ms", "step, ms": "step_ms", "gathers": "all_gather_count"}
-rows |= {"reduce-scatters": "reduce_scatter_count", "bytes gathered": "all_gather_bytes"}
+rows |= {"reduce-scatters": "reduce_scatter_count", "bytes handed to gathers": "all_gather_bytes"}
 table = pandas.DataFrame({name: {row: run.value(value) for row, value in rows.items()} for name, run in runs.items()})
 table.loc["exposed, ms"] = table.loc["forward, ms"] - LAYERS * FORWARD_MS
 print(f"gathers that inductor leaves: you said {prediction_text(mine_inductor['gathers'])}")
@@ -586,21 +599,22 @@ table.round()
 # %% tags=["claim"]
 exposed, gathers = table.loc["exposed, ms"], table.loc["gathers"]
 claim("both passes win, and here yours wins more", exposed["yours"] < exposed["inductor"] < exposed["no pass"] / 2)
-claim("all hand over the same bytes", table.loc["bytes gathered"].nunique() == 1)
+claim("all hand over the same bytes", table.loc["bytes handed to gathers"].nunique() == 1)
 claim("half of the gathers are left by inductor", gathers.to_list() == [2 * LAYERS, LAYERS / 2, LAYERS])
 
 # %% [markdown]
 # *The same step three times; exposed time is underlined.*
 #
-# Which parameters travel together in inductor's schedule? In the program that it wrote, a kernel copies them into one
-# buffer before each gather, and the next cell reads their names.
+# Which parameters travel together in inductor's schedule? In its graph, as in yours, a `cat` makes the row that is sent,
+# and the next cell reads from what.
 
 # %% tags=["nbval-ignore-output"]
 names_in_order = [f"fc{layer}.{what}" for layer in range(1, LAYERS + 1) for what in ("weight", "bias")]
 by_input = {f"primals_{2 * place + 2}": name for place, name in enumerate(names_in_order)}
-code = runs["inductor"].ranks[0].artifact("code")
-copied = [re.findall(r"primals_\d+", line) for line in re.findall(r" cpp_fused_\d+\(primals.*", code)]
-together = [[by_input[name] for name in each] for each in copied]
+lines = json.loads(runs["inductor"].ranks[0].artifact("nodes"))["forward"]
+made_by = {node: re.findall(r"\w+", call) for node, call in (line.split(" = ") for line in lines)}  # operator, inputs
+rows = [inputs for name, *inputs in made_by.values() if name == "cat"]
+together = [[by_input[made_by[part][1]] for part in row] for row in rows]
 for names in together:
     print(*names, sep=" + ")
 for name in ("yours", "inductor"):
@@ -610,11 +624,12 @@ for name in ("yours", "inductor"):
 claim("a layer's weight travels with the bias of the next", together[1] == ["fc2.weight", "fc3.bias"])
 
 # %% [markdown]
-# Both orders keep a gather on its way while a layer computes. inductor's buckets hold the weight of one layer and the bias of
-# the next, so each gather takes about 30 ms, of which a layer hides 24. Two layers in one gather would hide all but the first.
+# Both orders keep a gather on its way while a layer computes. inductor's buckets hold the weight of one layer and the bias
+# of the next (the last weight travels alone). So each gather takes about 30 ms, of which a layer hides
+# 24, as in your curve with one layer in a bucket. Two layers in a gather hide all but the first.
 #
 # The forward pass is not all: inductor joins reduce-scatters as well, which your pass leaves alone, so over the whole
-# step it nearly catches up. A pass that joins both is a good exercise for a rainy day.
+# step it catches up. A pass that joins both is a good exercise for a rainy day.
 #
 # <details><summary>What of this is experimental (torch 2.13)</summary>
 #
