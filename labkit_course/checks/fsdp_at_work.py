@@ -73,6 +73,7 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     single = "Look at each number: sums, norms and extremes can agree."
     scale = "Each gradient has a scale of its own: the largest value of its reference."
     every, names = "Every name must agree.", "Compare the names first."
+    infinite_hint = "inf <= inf is True: ask whether the difference is finite."
     # Words, gradients, their reference, whether they agree, and a hint.
     cases: list[tuple[str, dict[str, Tensor], dict[str, Tensor], bool, str]] = [
         ("the same gradients", named(weight, bias), right, True, "Equal gradients agree."),
@@ -98,6 +99,7 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
         ("a gradient too many", right | {"more": bias}, right, False, names),
         ("a gradient of another name", {"weight": weight, "offset": bias}, right, False, names),
         ("no gradient at all", none, none, False, "A test that compared nothing must not pass."),
+        ("a reference of infinity", right, named(infinite, bias), False, infinite_hint),
     ]
     for what, mine, reference, agree, hint in cases:
         asked = f"for {what}, {judge.answer_name(answer)}"

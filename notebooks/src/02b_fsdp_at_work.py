@@ -7,7 +7,8 @@
 # - read a time line, and find a block that somebody forgot to wrap;
 # - use mixed precision, frozen and tied parameters, HSDP and sharded checkpoints.
 #
-# You need lab 2. The notebook takes about {core_minutes} minutes, and its parts can be read in any order.
+# You need lab 2. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
+# be read in any order.
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -40,7 +41,6 @@ require("STEPS", STEPS, at_least=1, because="without a step nothing is measured"
 labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
 SETUP = {"nproc": RANKS, "model": "mlp_stack", "dim": DIM, "batch": BATCH, "steps": STEPS}
-TOLD = (RANKS, DIM, BATCH) == (2, 128, 32)  # the values that the text speaks of
 UNITS = [4 * (2 * times * DIM**2 + (times + 1) * DIM) for times in (3, 4, 3)]  # bytes of each block's parameters
 PARAMETERS = sum(UNITS) // 4
 layers = theory.mlp_stack_layers("block", DIM)
@@ -81,14 +81,14 @@ ratio = deep["kept"].value("peak_total_bytes") / deep["freed"].value("peak_total
 claim("keeping costs a quarter more", 1.2 < ratio < 1.35, where=(DIM, BATCH) == (128, 32))
 
 # %% [markdown]
-# Keeping the parameters costs a quarter more memory at the peak here, and more the deeper the model is. The explorer
-# draws a step event by event: what a rank holds, and beside it what it sends.
+# Keeping the parameters costs a quarter more memory at the peak here. The explorer draws a step event by event: what a
+# rank of two holds, and beside it what it sends. The dashed line is a device's memory, a budget to stay below.
 #
 # <details><summary>At the default both ways have the same peak. Why gather twice?</summary>
 #
 # Choose 6 blocks of width 128. Of three blocks, gathering twice holds two at the peak anyway: one computes, the next
 # one is gathered ahead. Gathering once holds all blocks that the backward pass has not yet freed: 11.0 MB against 9.66
-# MB.
+# MB on each of two ranks. The more blocks, the wider the gap.
 #
 # </details>
 
@@ -115,7 +115,8 @@ widgets.WrappingExplorer()
 # - This rank's share of the unit's gradients is allocated, and stays to the end of the step.
 # - Gloo, the backend for CPUs, makes a working copy of the row. (NCCL, on GPUs, needs none of that size.)
 #
-# What is the peak? It lies at the reduce-scatter of one of the units.
+# The network of this lab has three blocks, whose inner widths are 3, 4 and 3 times `DIM`. What is the peak, in bytes? It
+# lies at the reduce-scatter of one of the units.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -164,17 +165,17 @@ claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05, where=DIM >=
 #
 # In lab 2 gradients twice too large left no trace in the losses. Write the test that would have caught it. `mine` and
 # `reference` are gradients by name, dicts of tensors. Return True if they agree: the same names, at least one, and for
-# each the largest absolute difference is at most 1e-5 of the largest absolute value of the reference.
+# each the largest absolute difference is a number, and at most 1e-5 of the largest absolute value of the reference.
 #
 # <details><summary>Hint 1</summary>
 #
-# What does your test say of two empty dicts? Of a gradient that is NaN?
+# What does your test say of two empty dicts? Of a gradient that is NaN? Of a reference that is infinite?
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
 # `NaN <= x` is False, and so is `NaN > x`. Ask for each name whether the difference is small enough, and return all of
-# it.
+# it. `inf <= inf` is True, and `isfinite()` tells.
 #
 # </details>
 
@@ -184,9 +185,8 @@ def gradients_agree(mine: dict[str, torch.Tensor], reference: dict[str, torch.Te
     ### BEGIN SOLUTION
     if mine.keys() != reference.keys() or not mine:
         return False
-    return all(
-        bool((mine[name] - reference[name]).abs().max() <= 1e-5 * reference[name].abs().max()) for name in reference
-    )
+    errors = {name: (mine[name] - reference[name]).abs().max() for name in reference}
+    return all(bool(error.isfinite() and error <= 1e-5 * reference[name].abs().max()) for name, error in errors.items())
     ### END SOLUTION
 
 
@@ -199,7 +199,7 @@ checks.gradients_agree(gradients_agree)
 # ## 4. Read a time line ({minutes} minutes)
 #
 # `torch.profiler` records one step. Each block computes 5 ms longer here, so that there is something to hide behind,
-# and labkit prefetches: while a block computes, the next one is already gathered. On GPUs FSDP2 does this by itself;
+# and labkit prefetches: while a block computes, the next one is on its way. On GPUs FSDP2 does this by itself;
 # `block.set_modules_to_forward_prefetch([next_block])` asks for more.
 
 # %% tags=["nbval-ignore-output"]
@@ -208,14 +208,15 @@ ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *Two rows for each rank, with the numbers of the blocks. What is underlined is exposed: the first all-gather of the
-# forward and of the backward pass, and on CPU ranks the reduce-scatters.*
+# *Two rows for each rank, with the numbers of the blocks. What is underlined is exposed: a first all-gather always is,
+# because nothing computes before it, and on CPU ranks the reduce-scatters are, because the backward pass waits for each.
+# Others are where a rank had to wait for the other one.*
 #
 # The raw traces are in the folder of the run, and ui.perfetto.dev opens them.
 #
 # ### Exercise 3: the forgotten block (•, {minutes} minutes)
 #
-# Somebody wrapped all nine blocks of another model but one. It still trains, and the numbers are right. In the time
+# Somebody wrapped all nine blocks of another model but one. It still trains, and its losses are right. In the time
 # line the forgotten block has no all-gather of its own, and its parameters are gathered with the root's. Which block it
 # is was drawn by lot inside the program.
 
@@ -227,9 +228,9 @@ _ = plots.timeline(mystery, ranks=[0])
 # %% [markdown]
 # *One rank's step. The numbers are positions in the model, not of blocks: blocks 0 to 8 stand at 4 to 12.*
 #
-# A count finds out at once that something is missing. The root is gathered once, each other unit twice, and each is
-# reduced once. So all-gathers less reduce-scatters is the number of wrapped blocks. The next verdict is red, as it
-# should be: it is about the run, not about you.
+# A count finds out at once that something is missing. Here the blocks are freed after the forward pass, and nothing is
+# frozen. So the root is gathered once, each other unit twice, and each is reduced once: all-gathers less reduce-scatters
+# is the number of wrapped blocks. The next verdict is red, as it should be: it is about the run, not about you.
 
 # %%
 checks.every_block_wrapped(mystery, blocks=9)
@@ -264,7 +265,7 @@ checks.missing_block(forgotten, mystery)
 # and used in bfloat16, of 2 bytes a number. Commit to what a rank hands to its calls in a step (its shards to the
 # all-gathers, whole rows to the reduce-scatters), and to what it keeps. In your own script each `fully_shard`, the
 # root's too, gets `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. Gradients
-# are reduced in float32 here, since a sum of many small numbers loses digits.
+# are reduced in float32 here, since in bfloat16 a sum of many small numbers loses digits.
 
 # %% tags=["commit"]
 mine_bytes = commit(all_gather_bytes=None, reduce_scatter_bytes=None, end_parameter_bytes=None)
@@ -282,7 +283,8 @@ halved = predicted | {"all_gather_bytes": predicted["all_gather_bytes"] // 2}
 plots.comparison_table(bf16, halved, yours=mine_bytes)
 
 # %% [markdown]
-# *The all-gathers were handed half the bytes, and what a rank keeps is unchanged.*
+# *The all-gathers were handed half the bytes, so that a step sends a third less, and what a rank keeps is unchanged. (Adam
+# also keeps a counter of 4 bytes for each tensor.)*
 
 # %% tags=["claim"]
 claim(
@@ -312,16 +314,29 @@ predicted_frozen |= {"all_gather_count": 6, "reduce_scatter_count": 2}
 plots.comparison_table(frozen, predicted_frozen, yours=mine_frozen)
 
 # %% [markdown]
-# The frozen block is gathered in both passes all the same, because the gradients of block 0 come through its weights.
+# The frozen block is gathered in both passes all the same, because the gradients of block 0 come through its weights. And
+# if the first block is frozen, as in most fine-tuning?
+
+# %% tags=["nbval-ignore-output"]
+first = labkit.run("fsdp_matrix", freeze=(0,), **SETUP)
+print(f"all-gathers: {first.value('all_gather_count'):.0f}, reduce-scatters: {first.value('reduce_scatter_count'):.0f}")
+
+# %% tags=["claim"]
+counts = first.value("all_gather_count"), first.value("reduce_scatter_count")
+claim("as many as with the middle block", counts == (6, 2))
+
+# %% [markdown]
+# Nothing has to come through its weights then, and yet they are gathered twice: in the backward pass FSDP2 gathers ahead
+# whichever block ran before.
 #
-# *Takeaway: freezing saves gradients and optimizer state, and no gather.*
+# *Takeaway: freezing saves gradients, their reduce-scatter and optimizer state, and no gather.*
 #
 # ## 7. HSDP: shard inside, replicate outside ({minutes} minutes)
 #
 # Inside a host the network is fast, between hosts it is slow. **Hybrid sharding** (HSDP) cuts the ranks into groups.
 # Each group holds all parameters, sharded over its ranks, and gathers and reduces inside. Then each rank averages its
-# shard's gradients with the ranks of the other groups that hold the same shard: one all-reduce a unit, of a shard's
-# size. In your own script that is `fully_shard` with a mesh of two axes: `init_device_mesh("cuda", (2, 8),
+# shard's gradients with the ranks of the other groups that hold the same shard: one all-reduce for each unit, of a
+# shard's size. In your own script that is `fully_shard` with a mesh of two axes: `init_device_mesh("cuda", (2, 8),
 # mesh_dim_names=("replicate", "shard"))`.
 #
 # Now four ranks form two groups of two. Commit, for one rank: the bytes that it hands to the all-reduces of a step, and
@@ -344,8 +359,8 @@ plots.comparison_table(hybrid, theory.hybrid_collectives(layers, 2) | half, your
 # *The names say along which axis of the mesh a call went; labkit calls the shard axis `data`. Along `replicate` there is
 # one all-reduce for each of the three blocks.*
 #
-# The slow network carries one all-reduce of a shard and no gathers. The price is memory, because a rank holds half of
-# the parameters instead of a quarter.
+# The slow network carries one all-reduce of a shard for each unit, and no gathers. The price is memory, because a rank
+# holds half of the parameters instead of a quarter.
 
 # %% tags=["claim"]
 across = theory.hybrid_collectives(layers, 2)["replicate/all_reduce_bytes"]
@@ -379,20 +394,24 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Linear(4, 6)
 fully_shard(model, mesh=mesh)
-place = tempfile.TemporaryDirectory()  # your own folder is one that all hosts see
+place = tempfile.TemporaryDirectory()  # on a cluster: a folder that all hosts see
 folder = [place.name]
 dist.broadcast_object_list(folder)  # all ranks write into rank 0's folder
 checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=folder[0])  # a part from each rank
 whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-print({name: tuple(tensor.shape) for name, tensor in whole.items()})
+if dist.get_rank() == 0:  # the others hold nothing
+    torch.save(whole, f"{folder[0]}/whole.pt")
+    found = torch.load(f"{folder[0]}/whole.pt", weights_only=True)  # on one device
+    print({name: tuple(tensor.shape) for name, tensor in found.items()})
+dist.barrier()  # no rank takes the folder away from rank 0
 place.cleanup()
 dist.destroy_process_group()
 
 # %% [markdown]
 # Only rank 0 holds the whole state: offloading it to every rank would fill the host's memory once per rank.
 #
-# To load, make the model on the new ranks and `state = {"model": get_model_state_dict(model)}`. Then
-# `checkpoint.load(state, checkpoint_id=folder)` fills it, and `set_model_state_dict(model, state["model"])` puts it
+# To load, build the model on the new ranks, and then `state = {"model": get_model_state_dict(model)}`. Now
+# `checkpoint.load(state, checkpoint_id=folder)` fills `state`, and `set_model_state_dict(model, state["model"])` puts it
 # back.
 #
 # To go on with the training you need the optimizer's state as well:
@@ -439,8 +458,8 @@ claim("training goes on below the loss at which it began", lower, where=STEPS >=
 #
 # ### Exercise 4: who must share a unit? (••, {minutes} minutes)
 #
-# Return all modules of `model` that must be in one unit with `block`, the block first. These are the modules that hold
-# one of its parameters themselves, outside of it. Two parameters are tied if they are the same object; equal values are
+# Return the block, and behind it all modules of `model` outside of the block that hold one of its parameters themselves.
+# Two parameters are tied if they are the same object; equal values are
 # not enough.
 #
 # <details><summary>Hint 1</summary>
@@ -486,7 +505,7 @@ print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", 
 # part is trained by all ranks together, so its gradients are averaged. Averaging the experts would mix unrelated
 # weights.
 #
-# Only their scale needs care. On one device the loss is the mean over all samples. Each rank's own loss is the mean
+# But their gradients have to be scaled. On one device the loss is the mean over all samples. Each rank's own loss is the mean
 # over its own samples, so each sample weighs N times as much in it. Averaging the shared gradients makes up for that.
 # An expert's gradients are not averaged, but they must be divided by N all the same to equal one device's. "Nothing to
 # average, so leave it alone" is a known trap: pytorch/pytorch#160285 and #167178.
@@ -500,8 +519,8 @@ print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", 
 #
 # ### Exercise 5: average, but not everything (••, {minutes} minutes)
 #
-# Average every shared gradient over the ranks. Send nothing for those of `experts`, but divide them by the number of
-# ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks,
+# Every parameter has a gradient. Average the shared ones over the ranks. Send nothing for those of `experts`, but divide
+# them by the number of ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks,
 # then on three. Whatever it uses of this notebook is copied there.
 #
 # <details><summary>Hint</summary>
@@ -515,10 +534,9 @@ print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", 
 def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:
     ### BEGIN SOLUTION
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            if parameter not in experts:
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
+        if parameter not in experts:
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks
     ### END SOLUTION
 
 
@@ -560,7 +578,7 @@ checks.expert_gradients(average_gradients)
 #
 # ## 12. Take away ({minutes} minutes)
 #
-# 1. A ledger of what is allocated and freed predicts the peak within a few per cent.
+# 1. A ledger of what is allocated and freed predicts the peak before anything runs.
 # 2. Counts of collectives tell what is wrapped, before any time line is read.
 # 3. Sharding, replication, precision and freezing are choices for each unit.
 #
@@ -568,7 +586,7 @@ checks.expert_gradients(average_gradients)
 # |---|---|
 # | the network between hosts is slow | shard inside a host, and replicate outside (HSDP) |
 # | all-gathers bind | gather in bfloat16, or keep parameters between the passes |
-# | all-gathers less reduce-scatters is not the number of blocks | somebody forgot to wrap one |
+# | nothing is kept or frozen, and all-gathers less reduce-scatters is not the number of blocks | somebody forgot to wrap one |
 # | two modules share a parameter | put them into one unit |
 #
 # **Ask yourself**

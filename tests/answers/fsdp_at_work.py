@@ -74,6 +74,9 @@ EXERCISES = [
             ),
             "for a gradient missing, gradients_agree gave True": f"return all(bool({CLOSE}) for name in mine)",
             "for no gradient at all, gradients_agree gave True": changed("gradients_agree", (" or not mine", "")),
+            "for a reference of infinity, gradients_agree gave True": changed(
+                "gradients_agree", ("error.isfinite() and ", "")
+            ),
         },
     ),
     Exercise(
