@@ -4,11 +4,12 @@
 # This companion of lab 0 has what you meet once your own programs run on ranks. After it you can
 #
 # - let only some ranks talk, and say when a barrier is needed;
-# - see which algorithm a library uses, by counting its bytes on a real wire;
+# - count the bytes that a library really sends, and tell whether a formula holds for it;
 # - measure the latency and bandwidth of an all-reduce on your machine, and predict with them;
 # - say how many tokens a GPU needs in a step, so that it computes longer than it sends.
 #
-# You need lab 0. The notebook takes about {core_minutes} minutes, and its parts can be read in any order.
+# You need lab 0. The notebook takes about {core_minutes} minutes, and its parts can be read in any order, but section 3
+# before section 4.
 #
 # ## What this machine can do
 
@@ -42,8 +43,8 @@ labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank, else
 # ## 1. Groups and barriers ({minutes} minutes)
 #
 # The ranks that talk with each other are a **process group**. At first there is one group, with all ranks. `new_group`
-# makes smaller ones, such as the ranks of one host. Every rank has to make all groups, in the same order, even those to
-# which it does not belong. Below, four ranks make two groups, and each one adds up rank numbers within its own. Commit:
+# makes smaller ones, such as the ranks of one host. It is a call of all ranks: everyone makes all groups, in the same
+# order, even those to which it does not belong. Below, four ranks make two groups, and each group adds up the numbers of its ranks. Commit:
 # what does rank 3 hold afterwards?
 
 # %% tags=["commit"]
@@ -83,8 +84,8 @@ f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
 # Training hardly ever needs a barrier, because no rank gets the result of an all-reduce before all ranks have joined
 # it.
 #
-# *Takeaway: every rank makes every group, in the same order. A barrier is for files and for timing, and rarely for
-# training.*
+# *Takeaway: every rank makes every group, in the same order. A barrier is for files and for timing (section 4), and
+# rarely for training.*
 #
 # ## 2. Messages between GPUs ({minutes} minutes)
 #
@@ -104,12 +105,12 @@ dist.recv(arrived, (rank - 1) % ranks)
 # %% [markdown]
 # <details><summary>Why do some programs deadlock only in real training?</summary>
 #
-# Some libraries have a buffer for small messages, so that the sender goes on at once. A large message waits for its
-# receiver. Then the program works in a test with small tensors, and hangs with large ones.
+# Some libraries have a buffer for small messages, NCCL among them on some links, so that the sender goes on at once. A
+# large message waits for its receiver. Then the program works in a test with small tensors, and hangs with large ones.
 #
 # </details>
 #
-# *Takeaway: messages that start in one batch run on CPUs and on GPUs.*
+# *Takeaway: messages that start in one batch (`dist.batch_isend_irecv`) run on CPUs and on GPUs.*
 #
 # ## 3. An all-reduce in two halves ({minutes} minutes)
 #
@@ -118,12 +119,13 @@ dist.recv(arrived, (rank - 1) % ranks)
 #
 # ### Exercise 1: two collectives make one (••, {minutes} minutes)
 #
-# Build an all-reduce from a reduce-scatter and an all-gather, without `dist.all_reduce`, and return the sum. The length
-# of `mine` is a multiple of `ranks`.
+# Build an all-reduce from a reduce-scatter and an all-gather, without `dist.all_reduce`, and return the sum as a new
+# tensor. The length of `mine` is a multiple of `ranks`.
 #
 # <details><summary>Hint 1</summary>
 #
-# The reduce-scatter takes a list of `ranks` parts. The all-gather takes one part, and fills such a list.
+# The reduce-scatter takes a list of `ranks` parts, and `chunk` gives a tuple. The all-gather takes one part, and fills
+# such a list.
 #
 # </details>
 #
@@ -156,9 +158,9 @@ checks.all_reduce_in_two(all_reduce_in_two)
 # ## 4. Look at the wire ({minutes} minutes)
 #
 # Lab 0 computed bytes on the wire by the formula of a ring. On Linux you can look. The ranks of this machine talk over
-# its loopback interface, and the system counts all bytes on it, those of other programs, too. Four ranks are about to make three collectives of a
-# tensor of 4 MB. In a ring, all four ranks together send 24 MB for the all-reduce and 12 for the all-gather. Commit:
-# how many MB for the reduce-scatter?
+# its loopback interface, and the system counts all bytes on it, those of other programs, too. Four ranks are about to
+# make three collectives of a tensor that has 4 MB as a whole. In a ring, all four ranks together send 24 MB for the
+# all-reduce and 12 for the all-gather. Commit: how many MB will you count for the reduce-scatter?
 
 # %% tags=["commit"]
 mine_wire = commit(reduce_scatter_mb=None)
@@ -207,17 +209,18 @@ print(f"reduce-scatter: {sent['reduce_scatter']:.1f} MB; you: {prediction_text(m
 # an all-reduce. So an all-reduce in two halves, like yours in exercise 1, is right, and
 # yet puts 24 + 12 = 36 MB on this wire instead of 24.
 #
-# *Takeaway: a formula for the wire assumes an algorithm. Only a look at the wire tells which one your library uses.*
+# *Takeaway: a formula for the wire assumes an algorithm. Only a count tells whether it holds for your library.*
 #
 # ## 5. Latency and bandwidth of your machine ({minutes} minutes)
 #
-# Lab 0's model says that m calls that are handed b bytes in total take `m * alpha + b * beta`. Here you fit alpha and
-# beta to measured all-reduces, and predict others with them.
+# Lab 0's model says that m calls that are handed b bytes in total take `m * alpha + b * beta`. Here alpha and beta are
+# those of a whole all-reduce between this number of ranks. You fit them to measured all-reduces, and predict others.
 #
 # ### Exercise 2: find alpha and beta (••, {minutes} minutes)
 #
 # `rounds` holds measurements: for each size in bytes, the seconds of several rounds. Other programs on the machine can
-# only make a message slower. Return alpha, in seconds, and beta, in seconds a byte.
+# only make a message slower. Return alpha, in seconds, and beta, in seconds a byte. A line through the smallest and the
+# largest size will do.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -227,8 +230,8 @@ print(f"reduce-scatter: {sent['reduce_scatter']:.1f} MB; you: {prediction_text(m
 #
 # <details><summary>Hint 2</summary>
 #
-# Beta is the cost of additional bytes: a difference of times over a difference of sizes. The smallest and the largest
-# size will do. What the small message takes beyond its bytes is alpha.
+# Beta is the cost of additional bytes: a difference of times over a difference of sizes. What the small message takes
+# beyond its bytes is alpha.
 #
 # </details>
 
@@ -247,7 +250,7 @@ def fitted(rounds: dict[int, list[float]]) -> tuple[float, float]:
 checks.fitted(fitted)
 
 # %% [markdown]
-# Now real all-reduces of seven sizes, and your line through them:
+# Now real all-reduces of seven sizes, and your line through two of them:
 
 # %% tags=["nbval-ignore-output"]
 messages = labkit.run("all_reduce", nproc=RANKS, repeats=REPEATS)
@@ -261,7 +264,7 @@ print(f"{whose} fit: alpha {network.alpha_s * 1e6:.0f} µs, beta {network.beta_s
 # %% [markdown]
 # *Grey: each round; blue: the fastest; dashed: alpha + bytes · beta. Well below α / β the size hardly matters.*
 #
-# If the line below the figure says *disturbed*, run the cell again before you go on.
+# If the line below the figure says *disturbed*, other programs used the cores: run the cell again before you go on.
 #
 # The same run also sent 4 MiB, 4.2 MB, in 1 to 64 all-reduces. Commit, from the figure's alpha and beta: how many milliseconds
 # do 64 take?
@@ -278,15 +281,16 @@ pieces = fastest_all_reduce_times(messages, "pieces")
 print(f"64 all-reduces: {pieces[64] * 1e3:.1f} ms; you: {prediction_text(mine_time['pieces_64_ms'], '.1f')} ms")
 
 # %% tags=["claim"]
-claim("64 messages take longer than one", pieces[64] > pieces[1])
+claim("64 messages take twice as long as one, or longer", pieces[64] > 2 * pieces[1])
 
 # %% [markdown]
 # *The same bytes in 1 to 64 all-reduces; dashed, the prediction from alpha and beta.*
 #
 # <details><summary>Why are the bars not at the dashed lines?</summary>
 #
-# A straight line is a rough model: a real bandwidth is not the same at all sizes, so a bar can be below its line. Where
-# ranks share cores, waking up takes longer while others are busy, so that many calls cost more than their latencies.
+# Two numbers are a rough model. The smallest message was sent alone, and here the ranks are already awake when the next
+# call comes, so that many calls can cost less than their latencies. And where programs share the cores, the same message
+# takes a different time in another minute.
 #
 # </details>
 #
@@ -294,8 +298,8 @@ claim("64 messages take longer than one", pieces[64] > pieces[1])
 #
 # ## 6. Data for a test ({minutes} minutes)
 #
-# Suppose that somebody forgot the all-reduce, and a test compares the gradient of this code with the averaged one. The
-# test runs twice. In case 1 all ranks draw their samples with the same seed, and in case 2 each rank has a seed of its
+# Suppose that somebody forgot the all-reduce. A test compares the gradient of that code with the averaged one, as the
+# cell below does. The test runs twice. In case 1 all ranks draw their samples with the same seed, and in case 2 each rank has a seed of its
 # own. Commit: in which case, 1 or 2, does the test find the mistake?
 
 # %% tags=["commit"]
@@ -403,21 +407,22 @@ _ = plots.communication_break_even({"H100s, 7 billion parameters": (6 * llama / 
 # model. To the right of its dot, computing takes longer.*
 #
 # If a single ring leaves each host through one card, each GPU needs more than one sequence in each step. Inside a host,
-# where NVLink is faster, about an eighth of a sequence is enough. NCCL can also run up to eight rings side by side,
-# each through a card of its own. Then each of the 64 GPUs needs an eighth of 5,250 tokens, 656, and fewer still where
-# sending hides behind computing (lab 4).
+# where NVLink is faster, about 500 tokens are enough. NCCL can also run up to eight rings side by side, each through a
+# card of its own. Then each of the 64 GPUs needs an eighth of 5,250 tokens, which is 656. And where sending hides behind
+# computing (lab 4), a step gets along with fewer.
 
 # %% tags=["claim"]
 claim("519 and 5,250 tokens", [round(tokens) for tokens in by_theory.values()] == [519, 5250])
 claim("656 over eight cards", round(by_theory["64 GPUs, cards of 50 GB/s"] / 8) == 656)
 
 # %% [markdown]
-# *Takeaway: whether a step computes or sends longer depends on the tokens of a rank, and not on the size of the model.*
+# *Takeaway: for given GPUs and links, the tokens of a rank decide whether a step computes or sends longer. The size of
+# the model does not.*
 #
 # ## 8. Take away ({minutes} minutes)
 #
 # 1. Every rank makes every group, and all ranks of a group make the same calls in the same order.
-# 2. Bytes on the wire depend on the algorithm, so measure them once on your own cluster.
+# 2. Bytes on the wire depend on the algorithm, so count them once on your own cluster.
 # 3. Two numbers, alpha and beta, roughly predict what collectives cost.
 #
 # | if | then |
@@ -441,9 +446,9 @@ claim("656 over eight cards", round(by_theory["64 GPUs, cards of 50 GB/s"] / 8) 
 #
 # </details>
 #
-# <details><summary>3. An all-gather of 1 MB from each of 8 ranks: what is handed to the call, what goes on the wire?</summary>
+# <details><summary>3. An all-gather of 1 MB from each of 8 ranks: what does a rank hand to the call, and what leaves it in a ring?</summary>
 #
-# Each rank hands in 1 MB, and 7 MB leave it in a ring.
+# It hands in 1 MB, and 7 MB leave it: its own part and six of the others, each once.
 #
 # </details>
 #

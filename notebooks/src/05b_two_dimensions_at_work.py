@@ -5,7 +5,7 @@
 #
 # - say what crosses each axis of a mesh;
 # - cut embedding, output layer and loss over the vocabulary;
-# - cut the sequence between the pairs, and repair a plan whose layouts are not so;
+# - cut the sequence between the pairs, and repair a plan with wrong layouts;
 # - recognise a test that cannot fail, and use DDP on one axis.
 #
 # You need lab 5. The notebook takes about {core_minutes} minutes.
@@ -69,8 +69,8 @@ square = runs[2]
 # ### Exercise 1: which axis does it run on? (•, {minutes} minutes)
 #
 # How often does each collective run in a step with two ranks along `tp`, and along which axis? Return a dict whose keys
-# are an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP. Leave out
-# what does not happen.
+# are an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP that frees
+# its parameters after the forward pass. Leave out what does not happen.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -97,7 +97,8 @@ checks.collectives(collectives, square)
 
 # %% [markdown]
 # Four ranks can also be used along one axis: FSDP alone with `tp` 1, tensor parallelism alone with `tp` 4. To compare
-# the three meshes, bytes must be those that a rank puts **on the wire**. In a ring of n ranks a rank passes on (n −
+# the three meshes, bytes must be those that a rank puts **on the wire**, since the same tensor costs more in a longer
+# ring. In a ring of n ranks a rank passes on (n −
 # 1)/n of the whole tensor in an all-gather or a reduce-scatter, and twice that in an all-reduce.
 #
 # Commit before you look: the 2 × 2 mesh gathers half of each layer and sums activations of half of the samples. What
@@ -150,8 +151,8 @@ for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
 
 # %% [markdown]
 # **Memory.** With FSDP the peak lies inside the backward pass, where lab 2's ledger finds it. With TP alone it lies
-# where the backward pass begins: all activations are there, and the gradient of the loss takes four tensors of the
-# output's size.
+# where the backward pass begins: all activations are there, and computing the gradient of the loss takes some more
+# tensors of the output's size, the grey part.
 
 # %%
 expected = {
@@ -199,12 +200,12 @@ claim("FSDP alone pays for gathered parameters and buffers", gathered[1] > 1.5 *
 #
 # <details><summary>Hint 1</summary>
 #
-# For each of the four ends, ask whether the default is so.
+# For each of the four ends, ask whether the default is what you need.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A rowwise layer believes that its input comes cut, and a colwise one leaves its output cut. Neither is so here.
+# By default a rowwise layer takes its input for cut, and a colwise one leaves its output cut. Here both should be whole.
 #
 # </details>
 
@@ -223,8 +224,8 @@ def words_plan() -> dict[str, object]:
 checks.words_plan(words_plan)
 
 # %% [markdown]
-# Whole logits are large: with Llama 3's 128,256 words, a text of 8,192 tokens has 4.2 GB of them in float32. They need
-# not be put together. The **cross-entropy** of a token needs three numbers from all ranks: the largest logit, the sum
+# Whole logits are large: with Llama 3's 128,256 words, a text of 8,192 tokens has 4.2 GB of them in float32. But nobody
+# needs them whole. The **cross-entropy** of a token needs three numbers from all ranks: the largest logit, the sum
 # of the exponentials, and the logit of the right word. `loss_parallel` does that, with logits that stay cut.
 
 # %%
@@ -249,8 +250,7 @@ right = torch.allclose(cut.grad.full_tensor(), logits.grad)
 f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().values())}"
 
 # %% [markdown]
-# In a plan the output layer then is `ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)`, so that the
-# logits stay a DTensor. The loss and its backward pass stand inside `with loss_parallel():`.
+# In a plan the output layer then is `ColwiseParallel(use_local_output=False)`, so that the logits stay cut, and a DTensor. The loss and its backward pass stand inside `with loss_parallel():`.
 #
 # *Takeaway: cut the vocabulary at both ends, and leave the logits cut.*
 #
@@ -266,13 +266,13 @@ _ = plots.sequence_diagram()
 # *What two ranks hold of each tensor, tokens downwards and features to the right. An all-reduce becomes a
 # reduce-scatter behind a pair and an all-gather in front of the next.*
 #
-# An all-reduce is a reduce-scatter and an all-gather (lab 0), so between the pairs the bytes stay the same. At the two
-# ends of the network, where the whole sequence enters and leaves, the three MLPs send a fifth more.
+# An all-reduce is a reduce-scatter and an all-gather (lab 0), so between the pairs the bytes stay the same. The run below
+# also cuts the samples in front of the first pair and gathers the result behind the last. That is why its three MLPs send
+# a fifth more; the plan of exercise 3 does without both.
 #
 # What does it save? `ColwiseParallel` keeps the input that it has gathered, because the gradient of its weight needs it.
-# In a stack of bare MLPs that costs more than is gained. In a transformer the norms and residuals between the pairs gain
-# as well. With activation checkpointing a pair keeps only its own tokens of the input, and gathers them again in the
-# backward pass.
+# So a stack of bare MLPs gains nothing. In a transformer the norms and residuals between the pairs gain, and with
+# activation checkpointing a pair keeps only its own tokens of the input, and gathers them again in the backward pass.
 
 # %%
 checkpointed = SETUP | {"tp": RANKS, "checkpointing": True}
@@ -306,9 +306,9 @@ wire = [
     on_wire(RANKS, theory.activation_collectives(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut))["tp"]
     for cut in (False, True)
 ]
-claim("the two ends send a fifth more", abs(wire[1] / wire[0] - 1.2) < 1e-9)
+claim("a fifth more", abs(wire[1] / wire[0] - 1.2) < 1e-9)
 kept = {cut: theory.tp_activation_bytes(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut) for cut in (False, True)}
-claim("without checkpointing it costs more than is gained", kept[True] > kept[False])
+claim("without checkpointing bare MLPs gain nothing", kept[True] > kept[False])
 
 # %% [markdown]
 # Somebody wrote such a plan for the stack of MLPs. `Shard(1)` is cut along the tokens. **The next verdict is meant to
@@ -369,17 +369,21 @@ checks.stack_plan(repaired_plan)
 # <details><summary>Why was the broken plan's output right, and its gradient twice as large?</summary>
 #
 # Its first layer takes the whole samples for a share of the tokens, and gathers two copies, twice as many tokens. Its
-# last layer leaves one half of them on each rank, which is one whole copy: the two mistakes cancel. In the backward
-# pass the first weight meets both copies, and adds up both gradients.
+# last layer leaves one half of them on each of the check's two ranks, which is one whole copy: the two mistakes cancel.
+# But all layers have computed both copies, and in the backward pass every weight adds up both gradients.
 #
 # </details>
+#
+# PyTorch has a style for what stands between the pairs, such as a norm: `SequenceParallel()` takes and leaves `Shard(1)`.
+# A rank then sees its own tokens only, so the gradients of the norm's weight have to be added up along `tp`.
 #
 # *Takeaway: between the pairs, sequence parallelism sends the same bytes, and saves what lies there.*
 #
 # ## 4. Tests that cannot fail ({minutes} minutes)
 #
-# Some language models begin with biases of zero, as GPT-2 and BERT do. Suppose that somebody tests lab 5's second layer
-# with such a model: its output on two ranks must equal one device's. Does the test find a bias that every rank adds?
+# Some language models begin with biases of zero, as GPT-2 and BERT do. In lab 5's second layer each rank has a part of the
+# sum, and the bias must be added once. Suppose that somebody tests that layer with such a model: its output on two ranks
+# must equal one device's. Does the test find a bias that every rank adds?
 
 # %%
 draw = torch.Generator().manual_seed(2)
@@ -391,8 +395,8 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
     print(f"{name}: the output is off by {off_by:.1f} at most")
 
 # %% [markdown]
-# With zeros the test cannot fail, because twice zero is zero. A test wants numbers that are not special. Heads are a case
-# that only a test of values finds. The code that cuts features into heads must know that a rank has fewer of them. If
+# With zeros the test cannot fail, because twice zero is zero. A test wants numbers that are not special. Heads of
+# attention are another mistake that raises no error. The code that cuts features into heads must know that a rank has fewer of them. If
 # it insists on the number of heads, it runs without an error and makes heads that are too small.
 
 # %%
@@ -440,9 +444,10 @@ plots.comparison_table(replicated, {"tp/all_reduce_count": along_tp, "data/all_r
 claim("bytes are theory's", all(replicated.value(name) == size for name, size in predicted_ddp.items()))
 
 # %% [markdown]
-# All gradients travel in one all-reduce along `data`, because they fit into one of DDP's buckets (lab 4). As in lab 2,
-# DDP sends two thirds of FSDP's bytes. What does FSDP save instead? It divides parameters, gradients and Adam's means by
-# the ranks along `data`. For the three MLPs, by theory, in bytes of a rank:
+# All gradients travel in one all-reduce along `data`, because they fit into one of DDP's buckets (lab 4). As in lab 2, it
+# sends two thirds of the bytes that FSDP would send for this network. What does FSDP save instead? It divides parameters, gradients and Adam's means by
+# the ranks along `data`. For the three MLPs of section 1, by theory, in bytes of a rank (Adam's include a counter of 4
+# bytes for each tensor):
 
 # %%
 plans = ("ddp_tp", "fsdp_tp")
