@@ -152,6 +152,16 @@ def check_torch_features() -> Finding:
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 
 
+def check_inductor_pass() -> Finding:
+    """Check for inductor's pass over collectives."""
+    what, version = "Inductor's own pass", requirements.torch_version()
+    if version < (2, 12):
+        return Finding("NOTE", what, "only from torch 2.12 on", labs="lab 4c, bucketing inductor")
+    sizes = "" if version >= (2, 13) else ", without sizes of buckets"
+    detail = f"here{sizes}; experimental, and off by default (pytorch/pytorch#188332)"
+    return Finding("OK", what, detail)
+
+
 def check_private_names() -> Finding:
     """Check the private names of torch that labkit uses; a newer torch may have moved some."""
     what, missing = "Private names of PyTorch", torch_private.missing_names()
@@ -268,7 +278,10 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS = (check_sharded_convolution, check_torch_features, check_private_names, check_gpus)
+TORCH_CHECKS = (
+    *(check_sharded_convolution, check_torch_features, check_inductor_pass),
+    *(check_private_names, check_gpus),
+)
 OTHER_CHECKS = (
     *(check_compiler, check_compiled_code, check_cores, check_memory, check_loopback),
     *(check_runs_folder, check_jupyter),

@@ -21,3 +21,7 @@ def long_but(daily: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 def with_mark(case: Any) -> Any:
     """A case, which may be a tuple of several values, with the mark ``long``."""
     return pytest.param(*case if isinstance(case, tuple) else [case], marks=pytest.mark.long)
+
+
+WARM_DAILY = long_but(["warm"], ["warm", "cold"])
+"""For ``pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)``: cold only in the long tier."""

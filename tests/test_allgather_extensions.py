@@ -239,7 +239,8 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "dim", "batch"), [(2, 128, 1), pytest.param(3, 136, 64, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "dim", "batch"), [(2, 128, 1), (3, 136, 64)])
 def test_the_peak_of_a_rank_is_that_of_the_ledger_to_the_byte(ranks, dim, batch):
     cells = [{"extension": name, "policy": policy, "dim": dim, "batch": batch, "steps": 1} for name, policy in SENT]
     for (name, policy), run in zip(SENT, run_cells("allgather_extensions", ranks, cells), strict=True):
@@ -344,6 +345,7 @@ def compiled_and_not():
     return losses[:3], losses[3:], counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_two_tensors_train_alike_when_their_layers_are_compiled(ranks):
     for eager, compiled, graphs in ranks(2)(compiled_and_not):

@@ -87,6 +87,7 @@ busy.kill()
 """
 
 
+@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.notebook
 def test_the_build_refuses_timings_that_were_disturbed(tmp_path, capsys):

@@ -118,7 +118,7 @@ ddp_compile.main(ddp_compile.Config(dim=8, batch=7, steps=1, mode="ddp", inducto
 """
 
 
-@pytest.mark.parametrize("check", ["none", "parity"])
+@pytest.mark.parametrize("check", [pytest.param("none", marks=pytest.mark.long), "parity"])
 def test_a_check_takes_the_batch_that_is_trained(tmp_path, check):
     (tmp_path / "spy.py").write_text(SPY.replace("CHECK", repr(check)))
     log = labkit.run(tmp_path / "spy.py", nproc=2, device="cpu").ranks[0].log()

@@ -67,6 +67,21 @@ def test_what_an_older_torch_cannot_do_is_listed_with_its_issue(monkeypatch, ver
 
 
 @pytest.mark.parametrize(
+    ("version", "status", "says"),
+    [
+        ((2, 11), "NOTE", "only from torch 2.12 on"),
+        ((2, 12), "OK", "here, without sizes of buckets; experimental"),
+        ((2, 13), "OK", "here; experimental, and off by default"),
+    ],
+)
+def test_inductors_pass_is_called_what_it_is(monkeypatch, version, status, says):
+    monkeypatch.setattr(requirements, "torch_version", lambda: version)
+    finding = doctor.check_inductor_pass()
+    assert finding.status == status and finding.detail.startswith(says)
+    assert finding.concerns("4c") == (status == "NOTE")
+
+
+@pytest.mark.parametrize(
     ("version", "status", "labs"),
     [
         ("2.10.2", "FAIL", doctor.EVERY_LAB),

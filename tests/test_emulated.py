@@ -186,6 +186,7 @@ def test_both_ends_of_ddps_curve_lose_as_predicted():
     assert took_s[0.25] < min(took_s[0.0001], took_s[100])
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_compiled_ddp_hides_its_messages_where_its_graph_is_cut_and_not_as_one_graph():
     chain = {"dim": 600, "layers": 6}

@@ -25,7 +25,7 @@ SHORT = 6
 LABS = [path.stem for path in Path(__file__).with_name("answers").glob("[!_]*.py")]
 EXERCISES = [each for lab in LABS for each in importlib.import_module(f"answers.{lab}").EXERCISES]
 EXERCISES.sort(key=lambda exercise: (exercise.number.split(".")[0], int(exercise.number.split(".")[1])))
-DAILY = 3
+DAILY = 2
 """So many wrong answers to each exercise are tried daily, and the others in the long tier."""
 WRONG = [
     pytest.param(each, said, id=f"{each.number}: {said}", marks=[pytest.mark.long] * (place >= DAILY))

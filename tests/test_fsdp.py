@@ -362,6 +362,7 @@ def test_fsdp1_does_not_offload_without_a_gpu():
         apply_fsdp1(MLPStack(), block_types=("MLP",), cpu_offload=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_compiled_compute_gives_the_losses_of_eager_compute():
     how = {"model": "mlp_stack", "steps": 3}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixture_long import WARM_DAILY
 from fixture_processes import is_alive, wait_for
 
 import labkit
@@ -85,6 +86,7 @@ def time_flies(monkeypatch, pids):
     return when
 
 
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 @pytest.mark.parametrize(("how", "deaf"), [("exit", True), ("linger", False)])
 def test_nothing_is_left_of_a_run_that_failed(pids, how, deaf):
     begun = time.monotonic()
@@ -250,6 +252,7 @@ def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
             each.wait()
 
 
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 def test_ranks_talk_on_loopback_only_and_a_bystander_is_not_touched(notebook, pids, tmp_path):
     other = notebook("wait", group=True, nproc=3)
     started = pids.wait(4)
@@ -287,6 +290,7 @@ def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
     assert not outer & environment.keys()
 
 
+@pytest.mark.parametrize("both_ways", WARM_DAILY, indirect=True)
 def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):
     jupyter_client = pytest.importorskip("jupyter_client", reason="needs Jupyter")
     pytest.importorskip("ipykernel", reason="needs Jupyter")

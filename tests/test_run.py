@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from fixture_long import long_but
+from fixture_long import WARM_DAILY
 from fixture_messages import words
 from fixture_time import within
 
@@ -25,7 +25,6 @@ from labkit.launcher.worker import is_echo
 from labkit.runs.folder import RunFolder, read_json, write_json
 
 PROGRAMS = Path(__file__).parent / "programs"
-WARM_DAILY = long_but(["warm"], ["warm", "cold"])
 MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))
 
 

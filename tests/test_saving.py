@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_long import long_but
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,7 +103,7 @@ def saved(request, tmp_path_factory, unbroken):
     return path, fsdp
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.long), 2, 1])
+@pytest.mark.parametrize("ranks", long_but([1], [4, 2, 1]))
 def test_a_saved_run_goes_on_as_if_nothing_had_happened_on_any_number_of_ranks(saved, unbroken, ranks):
     path, fsdp = saved
     rest = losses(nproc=ranks, fsdp=fsdp, accumulate=4 // ranks, load=str(path))

@@ -78,7 +78,7 @@ def what_works(paths):
     return done
 
 
-@pytest.mark.parametrize("how", ["warm", "cold, umask 0"])
+@pytest.mark.parametrize("how", [pytest.param("warm", marks=pytest.mark.long), "cold, umask 0"])
 def test_nobody_else_reads_a_run(another_user, open_place, monkeypatch, how):
     runs = open_place / "new" / "runs"
     monkeypatch.setenv("LABKIT_RUNS", str(runs))

@@ -114,7 +114,7 @@ def test_a_flat_row_ends_in_zeros_until_the_ranks_divide_it():
     assert len(flatten_tensors([torch.ones(8)], 4)) == 8
 
 
-@pytest.mark.parametrize("ranks_asked", [2, 3])
+@pytest.mark.parametrize("ranks_asked", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_it_trains_as_one_device_and_holds_what_theory_says(ranks_asked):
     labkit.run("fsdp_wrap", nproc=ranks_asked, device="cpu", fsdp="yours", model="mlp_stack", check="parity", steps=3)
     how = {"device": "cpu", "fsdp": "yours", "model": "mlp_stack", "dim": 120, "batch": 1, "steps": 1}

@@ -175,6 +175,7 @@ def test_a_check_compares_several_steps(recorded, monkeypatch):
     assert [updates.count(optimizer) for optimizer in dict.fromkeys(updates)] == [3, 3]
 
 
+@pytest.mark.long
 def test_last_line_of_the_bare_command_is_the_verdict():
     answer = torchrun(2, "--strategy", "local")
     assert answer.returncode == 0, answer.stderr

@@ -317,6 +317,7 @@ def test_a_compiled_backward_pass_runs_on_the_callers_thread_and_waits_by_operat
     ]
 
 
+@pytest.mark.long
 def test_buckets_of_a_compiled_backward_pass_are_named_like_those_of_ddp(programs):
     result = labkit.run(programs / "compiled_timeline.py", nproc=2, device="cpu")
     for rank in range(2):

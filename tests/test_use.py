@@ -453,6 +453,7 @@ def of_all_blocks(plan):
     return {"tensor_parallel_plan": lambda model: {f"blocks.*.{name}": cut for name, cut in plan().items()}}
 
 
+@pytest.mark.long
 def test_the_learners_plan_trains_a_transformer_and_the_copied_one_is_caught_by_parity_and_not_by_the_loss():
     known = solved("05", "block_plan", "copied_plan")
     right, copied = map(of_all_blocks, known.values())

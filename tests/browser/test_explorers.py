@@ -112,7 +112,7 @@ def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, reques
 
 @pytest.mark.parametrize(
     "explorer",
-    long_but(["PlacementExplorer", "WrappingExplorer"], widgets.__all__),
+    long_but(["PlacementExplorer"], widgets.__all__),
     indirect=True,
 )
 def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, request):

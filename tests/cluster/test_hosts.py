@@ -149,6 +149,7 @@ class AtStep(Display):
             self._act()
 
 
+@pytest.mark.long
 def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks(hosts, tmp_path, monkeypatch):
     how = LAB_2 | {"steps": 12}
     unbroken = losses(labkit.run("fsdp_matrix", nproc=4, **how))

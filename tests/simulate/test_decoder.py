@@ -225,7 +225,7 @@ def parts_from_meta(tp):
     return len(units), min(ratios), max(ratios)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_large_model_is_never_whole_on_a_rank(ranks, tp):
     for units, least, most in ranks(2)(parts_from_meta, tp):
         assert units == 3 and 0.8 < least <= most < 1.2

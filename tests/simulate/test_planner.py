@@ -321,6 +321,7 @@ def test_a_wrong_argument_is_told_before_anything_starts(wrong, words):
     assert set(runs_folder().glob("*")) == before
 
 
+@pytest.mark.long
 def test_the_largest_batch_fits_and_one_more_does_not():
     how = TINY | {"world_size": 8, "hardware": "h100-8x"}
     three = labkit.simulate("decoder", **how, batch=3, warm=True)
