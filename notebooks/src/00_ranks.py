@@ -177,7 +177,7 @@ dist.all_reduce(torch.ones(1))
 # ```
 #
 # Every rank is in `recv`, and waits for a message that its neighbour would only send afterwards. This is called a
-# **deadlock**, and PyTorch prints nothing until a timeout, after 30 minutes. Sending first is no cure,
+# **deadlock**, and PyTorch prints nothing until a timeout, after 30 minutes (10 with NCCL). Sending first is no cure,
 # because a `send` may wait until its message is received.
 #
 # The way out is to start everything first and to wait afterwards. A message is planned as `dist.P2POp(dist.isend,
@@ -435,7 +435,7 @@ verdict = checks.ring_all_reduce(ring_all_reduce)
 verdict
 
 # %% [markdown]
-# **Count the bytes.** Of a tensor of b bytes each of the 2 (n − 1) steps sends one part, b / n bytes. These are the
+# **Count the bytes.** Each of the 2 (n − 1) steps sends one part, b / n bytes of a tensor of b bytes. These are the
 # bytes *on the wire*. The bytes that a rank *hands to the call* are those of its own tensor, and the course keeps the
 # two apart. Here b is the whole tensor, before a reduce-scatter or after an all-gather:
 #
@@ -571,14 +571,14 @@ falls = [each.iloc[-1] < each.iloc[0] for each in losses.values() if not each.is
 claim("the loss may fall with wrong sums, too", all(falls))
 
 # %% [markdown]
-# The loss may fall with wrong sums, too. Only the comparison tells every broken ring from the right one.
+# The loss may fall with wrong sums, too, and with sums that are too large even faster. Only the comparison tells.
 #
 # *Takeaway: compare gradients rather than losses. After you write a test, break the code once and watch the test fail.*
 #
 # ## 9. What a collective costs ({minutes} minutes)
 #
-# Each call of a collective takes α (alpha) seconds, in which ranks wake up and agree. On top of that, each byte handed
-# to an all-reduce takes β (beta) seconds. If m calls are handed b bytes in total, they take
+# Each call of a collective takes α (alpha) seconds, however small the tensor. On top of that, each byte handed to an
+# all-reduce takes β (beta) seconds. If m calls are handed b bytes in total, they take
 #
 # `m · α + b · β`
 #
@@ -596,7 +596,7 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 # *One all-reduce by its size; dashed, α + bytes · β, fitted to the fastest rounds, because a disturbance only adds
 # time. Small ones cost α, and large ones pay by the byte; at α / β both cost the same.*
 #
-# In a ring of n ranks, α is 2 (n − 1) times the **latency** of one step: two steps above, and more with more ranks. β
+# In a ring of n ranks, α is 2 (n − 1) times the **latency** of one step: 2 steps for the figure's two ranks. β
 # is 2 (n − 1)/n divided by the **bandwidth** of a link, and hardly grows. The explorer answers the question below it.
 
 # %%
@@ -679,7 +679,7 @@ checks.step_seconds(step_seconds)
 
 # %% [markdown]
 # **On two wires.** Real ranks now train with DDP, and *wait* as long as an imagined device and wire would take: 8
-# layers, each 20 ms forward and 40 ms backward, shared by n ranks; 10 MB a second; a latency of 1 ms a step on the near
+# layers, each 20 ms forward and 40 ms backward for the whole batch; 10 MB a second; a latency of 1 ms a step on the near
 # wire, and 40 ms on the far one. DDP's messages are real, 133,120 bytes of gradients. Commit, before you call your
 # function: on each wire, which of 1, 2, 4 and 8 ranks is fastest?
 
@@ -733,7 +733,7 @@ claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_3
 #
 # Training takes about 6 operations a parameter and token, so each GPU computes 6 · 7e9 · 4e6 / 64 / 400e12 = 6.6 s. Its
 # 14 GB of bfloat16 gradients take 2 · 63/64 · 14 / 50 = 0.55 s between hosts: it pays. With a single sequence of 4096
-# tokens a GPU, computing takes 0.43 s, less than sending. But no GPU holds 112 GB, so lab 2 cuts them up.
+# tokens a GPU, computing takes 0.43 s, less than sending, and 64 GPUs are only 28 times as fast as one. But no GPU holds 112 GB, so lab 2 cuts them up.
 #
 # </details>
 #
@@ -765,8 +765,7 @@ claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_3
 #
 # <details><summary>2. Only rank 0 calls <code>all_reduce</code>, inside <code>if rank == 0</code>. What happens?</summary>
 #
-# It hangs, or fails once the others exit. A collective needs every rank of its group. If the others call another
-# collective later, the two may even be mixed up, and the numbers are wrong.
+# It hangs, or fails once the others exit. A collective needs every rank of its group.
 #
 # </details>
 #
@@ -778,8 +777,8 @@ claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_3
 #
 # <details><summary>4. You double the number of ranks and keep the batch of each. What happens to the bytes of a rank?</summary>
 #
-# The bytes handed to the call stay the same. On the wire, 2 (n − 1)/n stays below 2: half more from 2 to 4 ranks,
-# hardly more from 64 on. Latency grows, because a ring has 2 (n − 1) steps.
+# The bytes handed to the call stay the same. On the wire, 2 (n − 1)/n stays below 2: it grows by a half from 2
+# to 4 ranks, and hardly from 64 on. Latency grows, because a ring has 2 (n − 1) steps.
 #
 # </details>
 #

@@ -168,7 +168,7 @@ print(f"loss {loss.item():.3f}")
 # - **And the gradients?** What a rank holds after `loss.backward()` is not yet one device's gradient, as section 5 will
 #   show.
 #
-# With `-n 1` or `-n 4` the loss stays the same: the work is shared, and the result does not notice.
+# With `-n 1` or `-n 4` the loss stays the same.
 #
 # *Takeaway: all ranks hold all weights, and each holds a part of every feature map.*
 #
@@ -358,7 +358,7 @@ function_verdict
 # In lab 0 gradients were averaged, because each rank had samples of its own. Now all ranks have the same samples and
 # the same loss, but each has seen its own columns only. Below, section 2's network with a 1 × 1 convolution runs on
 # four ranks and on one device. In the backward pass `full_tensor()` sends nothing: it hands the gradient of the sum,
-# unchanged, to this rank's term.
+# unchanged, to this rank's term. That is right, because all ranks compute the same loss of the same sum.
 #
 # Each rank reports what part of one device's gradient it holds: the projection (own · whole) / (whole · whole), which
 # is 1 if the two are equal. Commit: what part does each rank hold, roughly, of the convolution's gradient, and of the
@@ -568,14 +568,14 @@ plots.loss_curves({**broken, "section 6": yours_run}, chance=math.log(10), ax=le
 _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=right)
 
 # %% [markdown]
-# *Left: the loss falls in all four runs. Right: how far each loss is from the right run's. A warm-up step, not drawn,
-# comes before the ten timed steps. An eleventh records memory.*
+# *Left: the loss falls in all four runs. Right: how far each loss is from the right run's. A first step to warm up is
+# not drawn.*
 #
 # With `averaged` all gradients before the mean are too small by a factor, the number of ranks. Adam divides each
 # gradient by its own size, and so the factor drops out. With SGD the same code would train differently.
 #
 # The loss hides mutation 3, but `labkit.check` does not: all its three lines above say that tensors differ. One of the
-# 57 is enough for that, and the line names the worst. Here `stages.0` is the stem, and `stages.1` the first block.
+# 57 is enough for that, and the line names the worst. In such names `stages.0` is the stem, and `stages.1` the first block.
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -616,7 +616,7 @@ for key in uncut.values():
     claim(f"{key} do not shrink", len({run.value(key) for run in runs.values()}) == 1)
 
 # %% [markdown]
-# *Peak memory of a rank; dashed, the predicted activations. They shrink with every rank, and the halos keep them a
+# *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
 # little above a fair share. The table's bytes do not shrink.*
 #
 # *Takeaway: cutting images divides the activations. Weights and Adam's state stay whole on every rank.*

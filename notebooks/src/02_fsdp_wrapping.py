@@ -462,7 +462,7 @@ plots.comparison_table(own, rows, tolerance=0.01)
 claim("your FSDP sends what flat rows need", all(own.value(name) == size for name, size in rows.items()))
 
 # %% [markdown]
-# *Your FSDP makes the calls of* `fully_shard`*, and sends its bytes, but pads a unit once, not each parameter.*
+# *Your FSDP makes as many calls as* `fully_shard`*, and sends as many bytes.*
 #
 # **Break it.** A hook now makes each gradient N times as large before your code averages it, so that your shards get
 # sums, as if the division had been forgotten. The runs use Adam. Commit: will the losses differ from the right run's by
@@ -506,11 +506,11 @@ claim("gradients are off by 100 %", round(against.verdict["max_rel_error"], 3) =
 # ## 4. What to wrap ({minutes} minutes)
 #
 # The units decide what is whole at the same time. `root` makes the model one unit, `block` makes one of each block,
-# and `layer` one of each linear layer. `wrap="none"` is plain data parallelism. Eight blocks with 3.6 MB of parameters
-# now train on four ranks, and each rank keeps 4.6 MB of activations until the backward pass.
+# and `layer` one of each linear layer. `wrap="none"` is plain data parallelism. Eight blocks, together 3.56 MB of
+# parameters, now train on four ranks, and each rank keeps 4.6 MB of activations until the backward pass.
 #
 # With data parallelism a rank's peak is 17.9 MB, after the backward pass: parameters, gradients and Adam's two numbers
-# take 4 × 3.6 MB, and a flat copy of all gradients, which the all-reduce sends, 3.6 MB more.
+# take 4 × 3.56 MB, and a flat copy of all gradients 3.56 MB more.
 #
 # If each block is a unit, the peak lies where the backward pass begins. All activations are there, one block is
 # gathered, and no gradients yet. Commit: how many MB does a rank hold then, without *communication buffers* (flat
@@ -547,7 +547,8 @@ print(f"block: {(peaks['block'] - beside) / 1e6:.1f} MB; you: {you}. Buffers and
 # *Peak memory of a rank, each bar at its own moment; in a dashed frame, predicted; dotted, the bound of exercise 5.
 # Wrapping the root alone saves little, because it gathers everything at once, but blocks save nearly half.*
 #
-# With `root` the peak lies in the forward pass, where a tensor of 0.5 MB before its ReLU counts as an activation, too.
+# With `root` the peak lies in the forward pass. The buffer of its all-gather, as large as the model, is still there, and
+# a tensor of 0.5 MB before its ReLU counts as an activation, too.
 #
 # The root gathers once, because it stays whole between the passes, so it sends no more than data parallelism. Then why
 # not always layers? Each collective costs at least its latency (lab 0), and layers need twice as many as blocks.
@@ -573,7 +574,7 @@ claim("the root peaks in the forward pass, the others later", in_backward == [Fa
 #
 # A rank may use at most half of what `root` needs at its peak, and a step may take at most 16 all-gathers. Choose
 # `wrap`, `checkpointing` and `reshard_after_forward`. With activation **checkpointing** a block keeps only its input,
-# here 0.13 MB, and computes the rest again when its backward pass begins. With `reshard_after_forward=False` a unit
+# here 0.13 MB, and computes the rest again when its backward pass begins, while it is gathered anyway. With `reshard_after_forward=False` a unit
 # stays whole until its backward pass: one gather instead of two.
 #
 # Predict your plan's peak in MB as `peak_mb`, to within 10 %.
@@ -625,11 +626,11 @@ checks.memory_plan(plan, int(bound), gathers=16, **DEEP)
 #
 # P drops out, so the size of the model does not matter: a gather takes T₀/T times as long as the
 # arithmetic of a block's forward pass. In the backward pass arithmetic takes twice as long, and two messages have to
-# hide, a gather and a reduce-scatter, so the bound is the same where both can hide. For 8 H100s of a host with F = 400
+# hide, a gather and a reduce-scatter, so the bound is the same. For 8 H100s of a host with F = 400
 # · 10¹², B = 450 · 10⁹ and b = 2 (lab 0's reference cluster), T₀ is 778 tokens.
 
 # %% [markdown]
-# **Measured: two wires.** Two H100s train six blocks of 200 million parameters, with one sequence of T = 2048 tokens
+# **Emulated: two wires.** Two H100s train six blocks of 200 million parameters, with one sequence of T = 2048 tokens
 # each and b = 2. They are linked by NVLink (B = 450 · 10⁹), or stand in two hosts with one network card each (B = 50 ·
 # 10⁹). Two ranks emulate them in slow motion, so that a block's forward pass takes 20 ms.
 #
@@ -698,7 +699,7 @@ claim("steps take a little longer than in theory", min(longer) > 1 and max(longe
 # 1. FSDP keeps 1/N of parameters, gradients and optimizer state on each of N ranks, and gathers one unit at a time,
 #    just before it computes.
 # 2. It sends 1.5 times as much as DDP if it frees units between the passes. A rank's tokens decide if that costs time.
-# 3. The units decide the peak: small ones are whole for a shorter time, and each pays the latency of its messages.
+# 3. The units decide the peak: with small ones less is whole at once, and each pays the latency of its messages.
 #
 # | if | then |
 # |---|---|
@@ -732,7 +733,7 @@ claim("steps take a little longer than in theory", min(longer) > 1 and max(longe
 # </details>
 # <details><summary>5. Does the share of time spent on messages fall with more ranks and the same batch each?</summary>
 #
-# No: (N − 1)/N is near 1 already, so each rank sends and computes as much as before. With a larger batch of each rank
+# No: from 8 ranks on (N − 1)/N is near 1, so each rank sends and computes as much as before. With a larger batch of each rank
 # it falls.
 #
 # </details>

@@ -185,7 +185,7 @@ dist.destroy_process_group()
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# One for each row: `shard.abs().amax(dim=1, keepdim=True)`, over the largest number of the type. A row of zeros has the
+# One for each row: divide `shard.abs().amax(dim=1, keepdim=True)` by the largest number of the type. A row of zeros has the
 # scale 0, and `clamp(min=1e-30)` lets you divide by it.
 #
 # </details>
@@ -396,8 +396,8 @@ claim("the right hooks learn", own.losses[-10:].mean() < 0.8 * stale.losses[-10:
 # Adam updates the shards, but every unit goes on computing with the first weights. A network that guesses among ten
 # regions has a loss of ln 10 ≈ 2.3. There is no error message.
 #
-# *Takeaway: a hook must name the memory that it allocates for the parameter, or nobody frees it, and it must encode the
-# shard at every gather.*
+# *Takeaway: a hook must name the memory that it allocates for the parameter, or nobody frees it. What it keeps of the
+# shard is stale after a step.*
 #
 # ## 4. What it costs in error ({minutes} minutes)
 #
@@ -528,7 +528,7 @@ for name, label, size in (("float32_bytes", "int8", 4), ("bfloat16_bytes", "both
 # %% tags=["nbval-ignore-output"]
 parts = {label: {part: size for part, size in sizes.items() if part != "total"} for label, sizes in expected.items()}
 _ = plots.memory_comparison(parts)
-pandas.DataFrame({"yours": mine_decode, "at the peak": decoding}).round(1).astype(object).fillna("no prediction")
+pandas.DataFrame({"yours": mine_decode, "by the ledger": decoding}).round(1).astype(object).fillna("no prediction")
 
 # %% [markdown]
 # *Peak memory of a rank, from a ledger whose sums are the measured peaks, to the byte. The policy lowers the peak by an
@@ -571,7 +571,7 @@ claim("0.52 MB and 1.28 MB", [round(each / 1e6, 2) for each in (gathered[0], 13 
 # 1. **Is the gather exposed?** With enough tokens it hides behind arithmetic (lab 2), and there is nothing to save.
 # 2. **How slow is the wire?** The bytes that a rank no longer sends are time saved, and more so on a slow wire.
 # 3. **How slow is the coding?** Encode goes through a rank's rows and decode through all rows, in every gather, and
-#    nothing hides them.
+#    decode comes right before the arithmetic.
 #
 # ### Exercise 4: the bandwidth below which it pays (•, {minutes} minutes)
 #
@@ -600,8 +600,8 @@ checks.pays_below(pays_below)
 # **Emulated, on two wires.** Real ranks now train this network with your hooks, and *wait* as long as imagined devices
 # and an imagined wire would take (`emulate=`). To encode and decode all parameters once takes 40 ms, and a step gathers
 # them twice, with nothing to hide behind. One wire has a quarter of the bandwidth that your function gives, and the
-# other one four times as much. Commit: how many ms of a step do your hooks save on each, with a loss as a negative
-# number?
+# other one four times as much. Commit: how many ms of a step do your hooks save on each, as a negative number where
+# they lose?
 
 # %% tags=["commit"]
 mine_saved = commit(narrow_ms=None, wide_ms=None)
@@ -679,7 +679,7 @@ claim("it saves nearly half", 0.4 < 1 - (two_gathers_s[1] / 2 + gpu_coding_s) / 
 #
 # <details><summary>1. You want bfloat16 on the wire, and bfloat16 arithmetic is fine. Hooks?</summary>
 #
-# No. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` is one line.
+# No. `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` is one line.
 #
 # </details>
 # <details><summary>2. A colleague's hook encodes when it is put onto the shard, once. What happens, and who tells you?</summary>

@@ -428,7 +428,8 @@ arrivals_verdict
 # bucket 0 is ready last, `ready = [16, 4, 8, 12]`, it is 28: one late gradient holds up three full buckets.
 #
 # DDP's first guess at a good order is `model.parameters()`, backwards. By default the first backward pass sends
-# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets. With
+# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets
+# (labkit warms up). With
 # `find_unused_parameters=True`, for models that do not use all their parameters, it does neither: the next step may
 # use others, so buckets are planned by the guess and stay.
 #
@@ -640,7 +641,7 @@ claim("for far one bucket is better", backward_ms(NETWORKS["far"], 0.35) > 1.3 *
 #
 # `model` is in DDP, and its gradients are None. `batches` are the micro-batches of one step, pairs of inputs and
 # targets, all of one size. Leave in each `grad` the gradient of the mean squared error over all samples of all ranks,
-# with one all-reduce.
+# and send each bucket once.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -678,7 +679,8 @@ checks.accumulate(accumulate)
 
 # %% [markdown]
 # What does it save? Give *deep* a slower wire, on which all bytes take 480 ms. A bucket of 0.25 MiB holds four layers.
-# The first is full after 40 ms, and then the wire never rests: one micro-batch takes 40 + 6 · (15 + 80) = 610 ms.
+# The first is full after 40 ms, and then the wire never rests. Without a forward pass, one micro-batch
+# takes 40 + 6 · (15 + 80) = 610 ms.
 # Commit: how long do two take, if their gradients are sent once?
 
 # %% tags=["commit"]
@@ -694,7 +696,7 @@ micro = {"one micro-batch": {"case": "cpu"}, "two of them,\nsent once": {"case":
 batches = labkit.compare("ddp_compile", micro, rounds=1, timeline=True, emulate=slower, **TRAIN, **FOURS)
 _ = plots.timelines_by_run(batches)
 one_ms, once_ms = (result.value("step_ms") for result in batches.values())
-print(f"two micro-batches, ms: {2 * one_ms:.0f} if each sends, {once_ms:.0f} if one does")
+print(f"two micro-batches, ms: {2 * one_ms:.0f}, twice the time of one, if each sends; {once_ms:.0f} if one does")
 print(f"sent once: {240 + 610} by the formula, yours: {prediction_text(mine_once['once_ms'])}")
 
 # %% tags=["claim"]
@@ -703,8 +705,6 @@ claim("both send six messages", [each.value("all_reduce_count") for each in batc
 
 # %% [markdown]
 # *The first of two micro-batches takes its arithmetic alone, 240 ms. Both make six all-reduces.*
-#
-# Where buckets hide nearly everything, `no_sync` saves only their exposed end.
 #
 # *Takeaway: all micro-batches but the last go into `no_sync`, forward pass included; divide each loss by their number.*
 #
@@ -748,6 +748,8 @@ plain, cut, whole = compiled.values()
 _ = plots.timelines_by_run(compiled)
 found = {"graphs": cut.value("graphs"), "cut_ms": cut.value("step_ms"), "whole_ms": whole.value("step_ms")}
 formula = {"graphs": 6, "cut_ms": 60 + 180 + 25 + 15, "whole_ms": 60 + 180 + 7 * 15 + 60}
+sent = cut.frame.query("kind == 'bucket' and rank == 0").groupby("index")["name"].apply(list)
+print("sent when cut:", *(" + ".join(names) for names in sent), sep="\n  ")
 table = pandas.DataFrame({"yours": mine_compiled, "formula": formula, "measured": found})
 table.round().convert_dtypes().astype(object).fillna("no prediction")
 
@@ -755,7 +757,6 @@ table.round().convert_dtypes().astype(object).fillna("no prediction")
 both_s = [emulated_steps.ddp_step_s(wire, RANKS, bucket_mb=1.0, way=way, **LARGE) for way in ("eager", "compiled")]
 claim("265 ms, and 15 more when cut", [round(1e3 * step_s) for step_s in both_s] == [265, formula["cut_ms"]])
 claim("the formula is within 10 %", all(abs(found[name] / formula[name] - 1) < 0.1 for name in formula))
-sent = cut.frame.query("kind == 'bucket' and rank == 0").groupby("index")["name"].apply(list)
 between = [[f"fc{layer}.bias", f"fc{layer - 1}.weight"] for layer in range(6, 1, -1)]
 claim("each weight closes a bucket", [*sent] == [["fc6.weight"], *between, ["fc1.bias"]])
 claim("seven messages, cut or whole", cut.value("all_reduce_count") == whole.value("all_reduce_count") == 7)
@@ -768,7 +769,7 @@ claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exp
 # *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards.*
 #
 # Cut, `fc1.bias` is a seventh message, for one more alpha: 60 + 180 + 25 + 15 = 280 ms. Six graphs send seven messages,
-# because the reducer does not share DDPOptimizer's buckets. As one graph, seven messages follow the whole backward
+# because DDPOptimizer cuts between whole layers and the reducer does not. As one graph, seven messages follow the whole backward
 # pass: 60 + 180 + 7 · 15 + 60 = 405 ms.
 #
 # The emulated device computes as long compiled as not, but cutting has a price: the compiler cannot fuse operations

@@ -318,7 +318,8 @@ class ColumnParallel(nn.Module):
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Adding it on one rank alone mends the output. Then the other ranks' biases get no gradient, and stay as they were.
+# Adding it on one rank alone mends the output. Then the other ranks' biases get no gradient, and copies that should be
+# equal drift apart.
 #
 # </details>
 # <details><summary>Hint 3</summary>
@@ -453,7 +454,8 @@ claim("seven all-reduces a block", right.value("tp/all_reduce_count") == 2 * 7)
 
 # %% [markdown]
 # Each block has two all-reduces forward and five backward, because query, key and value each sum the gradient of their
-# common input, and so do gate and up. The first block is not spared: its samples need no gradient, but the norm in
+# common input, and so do gate and up. (With one f for all three, and one for gate and up, a block would need four in
+# all.) The first block is not spared: its samples need no gradient, but the norm in
 # front of query, key and value has a weight, whose gradient needs that of their input.
 #
 # *Takeaway: colwise for every layer that makes heads or features, rowwise for the one that takes them in.*
@@ -524,7 +526,8 @@ claim("with SGD, a gradient is soon off by more than 100 %", caught.value("max_r
 #
 # Take a pair of width d and **inner width** h, and T tokens on a rank, with F operations a second.
 #
-# - Arithmetic: 6 operations for each number of the two weights and each token, of which a rank does 1/tp. That is
+# - Arithmetic: 6 operations (2 forward, 4 backward) for each number of the two weights and each token, of which a rank
+#   does 1/tp. That is
 #   `12 d h T / tp / F` seconds.
 # - Messages: one all-reduce forward and one backward, of T d numbers with b bytes each, in lab 0's ring, where a rank
 #   sends B bytes a second.
@@ -568,7 +571,7 @@ checks.message_share(message_share)
 # and few a narrow one. On H100s with F = 400 · 10¹² and b = 2, over NVLink with B = 450 · 10⁹ (lab 0's reference
 # cluster), eight GPUs pay 8 % for GPT-3's inner width of 49,152, and as much as the arithmetic itself for 4,096.
 #
-# **Measured: inside a host, and across two.** Real ranks train the three MLPs with your layers, and *wait* as long as
+# **Emulated: inside a host, and across two.** Real ranks train the three MLPs with your layers, and *wait* as long as
 # H100s and their links would take, in slow motion: on one device, the arithmetic of a step takes 1,500 ms. F and b stay
 # as above, and the layers behave like an inner width of 2,048. Each host has four GPUs. A step has only two texts, so
 # FSDP alone can use two GPUs. Do eight GPUs pay?
@@ -579,7 +582,8 @@ checks.message_share(message_share)
 # | *tp inside* | 8 | 2, across the hosts | 4, inside a host | 450 GB/s | 1500 / 8 + ? + 92 |
 # | *tp across* | 8 | 1 | 8, across both hosts | 200 GB/s, four cards of 50 | 1500 / 8 + ? + 0 |
 #
-# Your formula gives each question mark as a part of 1500 / 8. Take 5/6 of it, because the first MLP saves one of six
+# The 41 ms along `data` are lab 2's formula. With four ranks along `tp` a rank sends a quarter of that, through a card
+# that is nine times as slow: 41 · 9 / 4 = 92. Your formula gives each question mark as a part of 1500 / 8. Take 5/6 of it, because the first MLP saves one of six
 # messages. Commit: how many ms does a step take, inside and across?
 
 # %% tags=["commit"]
@@ -657,7 +661,7 @@ claim("along data falls as (n - 1)/n, from 63/64 to 7/8", abs(inside_host / (7 /
 
 # %% [markdown]
 # *Theory. Left: every message is waited for. Right: those along* `data` *travel while the ranks compute. In both, the
-# more ranks along* `tp`*, the longer a step takes.* Two things nearly cancel along `data`: with `tp` 8 a rank sends an
+# more ranks along* `tp`*, the longer a step takes.* Up to `tp` 8, two things nearly cancel along `data`: with `tp` 8 a rank sends an
 # eighth of each matrix, but the host's eight rings each have one card, and not all eight. What is left is the ring's
 # factor (n − 1)/n for n ranks along `data`, which falls only from 63/64 to 7/8.
 #
