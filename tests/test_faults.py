@@ -181,6 +181,18 @@ def test_a_rank_that_could_not_tell_its_exception(tmp_path, output, says):
     assert re.match(says, failure.first_failure(folder, 1).message)
 
 
+def test_a_shortage_is_found_however_long_torchrun_s_traceback_goes_on(tmp_path):
+    """Of children that had ended already, torchrun reports with a second exception, behind the one that tells."""
+    lines = [
+        "OSError: [Errno 24] Too many open files",
+        *["  a frame"] * 60,
+        "ProcessLookupError: [Errno 3] No such process",
+    ]
+    folder = RunFolder(tmp_path)
+    folder.torchrun_log.write_text("\n".join(lines))
+    assert "`ulimit -n 1024`" in failure.first_failure(folder, 1).message
+
+
 def test_a_rank_that_is_out_of_memory_says_what_helps(tmp_path):
     program = tmp_path / "greedy.py"
     program.write_text("import os\nif os.environ['RANK'] == '1':\n    bytes(10**18)\n")

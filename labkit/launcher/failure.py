@@ -118,7 +118,7 @@ def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFaile
         if not read_tail(log).strip():
             silent += SILENCE_MEANING
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    fix = shortage_fix(read_tail(log) + stack)
+    fix = shortage_fix(read_tail(log, MAX_OUTPUT_LINES) + stack)
     if any(f"{kind}:" in stack for kind in IMPORT_ERRORS) and (hiding := ranks_hiding_files()):
         fix += f"\n{hiding}"
     message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + fix
