@@ -84,8 +84,8 @@ f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
 # Training hardly ever needs a barrier, because no rank gets the result of an all-reduce before all ranks have joined
 # it.
 #
-# *Takeaway: every rank makes every group, in the same order. A barrier is for files and for timing (section 4), and
-# rarely for training.*
+# *Takeaway: every rank makes every group, in the same order. A barrier is for files and for measurements (section 4),
+# and rarely for training.*
 #
 # ## 2. Messages between GPUs ({minutes} minutes)
 #
@@ -256,27 +256,29 @@ checks.fitted(fitted)
 messages = labkit.run("all_reduce", nproc=RANKS, repeats=REPEATS)
 found = fitted(all_reduce_rounds(messages).groupby(level=0).agg(list).to_dict())
 is_yours = bool(found) and min(found) > 0
-network = theory.AlphaBeta(*found) if is_yours else theory.fit_alpha_beta(fastest_all_reduce_times(messages).to_dict())
-_ = plots.all_reduce_time_by_size(messages, network=network)
-whose = "your" if is_yours else "labkit's"
-print(f"{whose} fit: alpha {network.alpha_s * 1e6:.0f} µs, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
+all_sizes = theory.fit_alpha_beta(fastest_all_reduce_times(messages).to_dict())
+yours = theory.AlphaBeta(*found) if is_yours else all_sizes
+_ = plots.all_reduce_time_by_size(messages, network=yours)
+for whose, fit in {"drawn": yours, "all seven sizes": all_sizes}.items():
+    print(f"{whose}: alpha {fit.alpha_s * 1e6:.0f} µs, beta {fit.beta_s_per_byte * 1e12:.0f} µs a MB")
 
 # %% [markdown]
 # *Grey: each round; blue: the fastest; dashed: alpha + bytes · beta. Well below α / β the size hardly matters.*
 #
 # If the line below the figure says *disturbed*, other programs used the cores: run the cell again before you go on.
 #
-# The same run also sent 4 MiB, 4.2 MB, in 1 to 64 all-reduces. Commit, from the figure's alpha and beta: how many milliseconds
-# do 64 take?
+# A line through two sizes believes both of them, and one may have been unlucky in all its rounds. The second fit, by
+# least squares, listens to all seven. The same run also sent 4 MiB, 4.2 MB, in 1 to 64 all-reduces. Commit, from the
+# alpha and beta of all seven sizes: how many milliseconds do 64 take?
 
 # %% tags=["commit"]
 mine_time = commit(pieces_64_ms=None)
 ### BEGIN SOLUTION
-mine_time = commit(pieces_64_ms=1e3 * network.seconds(2**22, messages=64))
+mine_time = commit(pieces_64_ms=1e3 * all_sizes.seconds(2**22, messages=64))
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.all_reduce_time_by_count(messages, network=network)
+_ = plots.all_reduce_time_by_count(messages, network=all_sizes)
 pieces = fastest_all_reduce_times(messages, "pieces")
 print(f"64 all-reduces: {pieces[64] * 1e3:.1f} ms; you: {prediction_text(mine_time['pieces_64_ms'], '.1f')} ms")
 
@@ -288,13 +290,12 @@ claim("64 messages take twice as long as one, or longer", pieces[64] > 2 * piece
 #
 # <details><summary>Why are the bars not at the dashed lines?</summary>
 #
-# Two numbers are a rough model. The smallest message was sent alone, and here the ranks are already awake when the next
-# call comes, so that many calls can cost less than their latencies. And where programs share the cores, the same message
-# takes a different time in another minute.
+# Two numbers are a rough model of seven sizes. And where programs share the cores, the same message takes a different
+# time in another minute: compare 1 × 4 MiB here with its dot in the figure above.
 #
 # </details>
 #
-# *Takeaway: take the fastest round for a fit, because a disturbance only ever adds time.*
+# *Takeaway: fit the fastest round of each size, because a disturbance only ever adds time, and fit many sizes.*
 #
 # ## 6. Data for a test ({minutes} minutes)
 #

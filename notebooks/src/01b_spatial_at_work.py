@@ -3,7 +3,7 @@
 #
 # This companion of lab 1 covers what you meet when you shard images in your own program. After it you can
 #
-# - describe any distributed tensor by a mesh and its placements;
+# - describe how a tensor is distributed by a mesh and placements;
 # - cut samples and images at the same time, and predict memory, bytes and time;
 # - write a test of sharding that can fail, and say what DTensor's own convolution does.
 #
@@ -213,8 +213,8 @@ claim("to the byte", grid.value("send_bytes") == predicted)
 #
 # <details><summary>Four ranks share 4 images, as 1 × 4 or as 2 × 2. Which hands over less?</summary>
 #
-# 1 × 4 hands over 426 kB and 2 × 2 507 kB. The halos of 2 × 2 have a quarter of the bytes, but there are two
-# all-reduces of all gradients and not one. Now count what goes over the wire. In a ring of 4 ranks an all-reduce sends
+# 1 × 4 hands over 426 kB and 2 × 2 507 kB. The halos of 2 × 2 have a quarter of the bytes, but labkit makes
+# two all-reduces of all gradients and not one. Now count what goes over the wire. In a ring of 4 ranks an all-reduce sends
 # 1.5 times its bytes, and in one of 2 ranks its bytes once, so that 1 × 4 sends 541 kB, and 2 × 2 still 507 kB. For
 # this small network that is 6 %; the larger the images are beside the weights, the more the halos decide.
 #
@@ -311,8 +311,8 @@ checks.strip_step_s(strip_step_s)
 # %% [markdown]
 # Hold your function against two emulated ranks, as in lab 1: they wait as long as imagined devices and messages would
 # take. One device needs 50 ms for a block's forward pass and 100 for its backward pass, and there are two blocks. A
-# message takes 10 ms, whatever its size. Each block sends one message in either pass, and each of the two all-reduces
-# takes two steps: 8 messages.
+# message takes 10 ms, whatever its size. Each block sends one message in each pass. There are two all-reduces, of all
+# gradients and of the mean over the image, and each takes two steps: 8 messages.
 
 # %% tags=["nbval-ignore-output"]
 imagined = labkit.Emulated(latency_us=10_000, forward_ms=50)
@@ -343,7 +343,7 @@ claim("twice the width doubles the arithmetic, and the halos stay", grown == {"a
 # %% [markdown]
 # The halos stay the same, so for wider images messages are a smaller part of the step.
 #
-# *Takeaway: the halo is as long as the cut. What an image gains on the other side costs no message.*
+# *Takeaway: the halo is as long as the cut. What an image gains on the other side sends no byte more.*
 #
 # ## 6. A test that cannot fail ({minutes} minutes)
 #
@@ -481,7 +481,7 @@ claim(
 #
 # Step 0 is proof enough here: with equal weights and images the two losses differ before anything was trained. A forward
 # pass beside one device's finds wrong outputs that a falling loss hides. (Wrong gradients show in the next step at the
-# earliest, so compare those as well.)
+# earliest, so compare the gradients as well.)
 #
 # The comparison needs weights that differ. Give the broken network weights of ones and biases of zero: all channels of
 # a feature map are then equal, the norms return zero, and the loss over the 10 classes is ln(10), whatever the
@@ -521,7 +521,7 @@ claim("every loss equals one device's to 1 part in 10,000, at every step", worst
 # %% [markdown]
 # *`dtensor` takes longest, and makes more than ten times as many all-reduces.*
 #
-# Even `local` does not take half of the time of one rank. Exercise 4's formula assumes a device for each rank, while on
+# Even `local` is not twice as fast as one rank. Exercise 4's formula assumes a device for each rank, while on
 # this machine one rank has all cores to itself, and two have to share them.
 #
 # Besides its all-reduces, DTensor costs **dispatch**: for each operation PyTorch looks at the placements of the inputs,
@@ -563,7 +563,7 @@ claim("a large one less than twice as much", costs[f"dtensor_{2**22}"] < 2 * cos
 #
 # ## 9. Take away ({minutes} minutes)
 #
-# 1. A mesh and one placement for each of its axes describe any distributed tensor.
+# 1. A mesh and one placement for each of its axes say who holds what. Strips that overlap in their halos have none.
 # 2. Halos are cheapest if ranks share samples first, and if the cut runs across the longer side.
 # 3. A test needs inputs that differ, and has to be seen failing once.
 #
@@ -575,10 +575,10 @@ claim("a large one less than twice as much", costs[f"dtensor_{2**22}"] < 2 * cos
 #
 # **Ask yourself**
 #
-# <details><summary>1. Four ranks share a photo as 2 × 2, rows and columns. Which placements does the mean of each row have, after each rank has averaged its own columns?</summary>
+# <details><summary>1. Four ranks share a photo as 2 × 2, rows and columns. Which placements does the mean of each row have, after each rank has added up its own columns and divided by all?</summary>
 #
-# Shard(0) along the first axis, since the ranks hold different rows. Partial() along the second, once each rank has
-# divided by all columns: the terms of its ranks add up to the mean.
+# Shard(0) along the first axis, since the ranks hold different rows. Partial() along the second: the terms of its ranks
+# add up to the mean.
 #
 # </details>
 #

@@ -95,7 +95,7 @@ for _ in range(2):
 #
 # Three micro-batches run one after the other inside `no_sync`. In the first way both passes of each are inside; in the
 # second the forward pass stands before the `with`, and only the backward pass is inside. The model is so small that all
-# its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in all three backward passes?
+# its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in the three backward passes together?
 
 # %% tags=["commit"]
 mine_leaves = commit(both_passes=None, backward_alone=None)
@@ -133,8 +133,7 @@ claim("none, and three", left == {"both_passes": 0, "backward_alone": 3})
 
 # %% [markdown]
 # DDP decides in the forward pass whether the backward pass will send, and nothing tells you that the `with` came too
-# late. The gradients are right in both ways; the second one only sends three times as often as it has to. In a script of
-# your own, count the all-reduces of one step with `torch.profiler`.
+# late: the second way sends in each backward pass. In a script of your own, look at one step with `torch.profiler`.
 #
 # *Takeaway: the forward pass belongs inside `no_sync`, too.*
 #
@@ -250,8 +249,8 @@ checks.smallest_bucket(smallest_bucket)
 # of 25 MiB is fine.
 #
 # Now take 64 such GPUs in 8 hosts, and let the ring leave each host through a single network card of 50 GB/s. Then beta
-# is 2 · 63/64 / (50 · 10⁹) s a byte. Take 100 µs for alpha, since a message has many hops. Commit: how many tokens does a
-# rank need at least, so that there is any size of bucket with which the messages keep up?
+# is 2 · 63/64 / (50 · 10⁹) s a byte. Take 100 µs for alpha, since a message has many hops. Commit: how many tokens must a
+# rank exceed, so that there is any size of bucket with which the messages keep up?
 
 # %% tags=["commit"]
 mine_tokens = commit(tokens=None)
@@ -275,7 +274,7 @@ for case, (network, tokens) in cases.items():
         multiples[case].append(theory.arrivals(ready_s, takes_s)[-1] / backward_s)
 plots.exposure_by_bucket_size([680 / count for count in counts_of_buckets], multiples, smallest_mb)
 needed = 680e6 * ACROSS[1] * 400e12 / (4 * 340e6)
-print(f"tokens at least: {needed:,.0f}; you said {prediction_text(mine_tokens['tokens'])}")
+print(f"more tokens than {needed:,.0f}; you said {prediction_text(mine_tokens['tokens'])}")
 
 # %% tags=["claim"]
 inside, few, many = smallest_mb.values()
@@ -287,8 +286,8 @@ claim("with four times the tokens from about 2.4 MB on", 2.2 < many < 2.6)
 # *The backward pass of BERT-large by size of bucket, as theory says, in multiples of its arithmetic. A dot is exercise
 # 2's size. Smaller buckets pay for latency, and larger ones for the last message.*
 #
-# On 64 GPUs the bytes alone take 26.8 ms, as long as the backward pass of about 7,900 tokens. With 4096 tokens it
-# takes about twice as long as its arithmetic, or longer. With 16,384 a bucket of 2.4 MB hides nearly all. Where a ring
+# On 64 GPUs the bytes alone take 26.8 ms, as long as the backward pass of about 7,900 tokens. With 4096 tokens the
+# backward pass takes about twice as long as its arithmetic at best. With 16,384 a bucket of 2.4 MB hides nearly all. Where a ring
 # runs through each of a host's eight cards, as NCCL can do it, the bytes take an eighth of that time (lab 0b).
 #
 # **Explore.** Left, a predicted backward pass; right, the same for other sizes of bucket. `25 MiB*` is DDP's default,
@@ -405,8 +404,8 @@ claim("the two plans agree without a size", graphs[3] == sent[3])
 # %% [markdown]
 # The left column is what the compiler cuts, the right one what the reducer sends. Read the row of 2 MiB, from the last
 # layer on. The first backward program computes layer 4 alone. But told 2 MiB, the reducer closes *all* its buckets at
-# 2 MiB, so it waits for layer 3, which comes with the second program. The first cut was for nothing. If you leave the
-# size out, the reducer's first bucket closes at 1 MiB, as DDPOptimizer's does, and the plans agree. With cutting switched
+# 2 MiB, so it has to wait for layer 3, which comes with the second program. The first cut is for nothing. Even the
+# default written out, 25 MiB, makes two plans. If you leave the size out, the reducer's first bucket closes at 1 MiB, as DDPOptimizer's does, and the plans agree. With cutting switched
 # off there is one program, and nothing leaves before it ends.
 #
 # *Takeaway: with a compiler leave `bucket_cap_mb` out, or a bucket may wait for one backward program more.*
@@ -549,14 +548,14 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # ## 7. Take away ({minutes} minutes)
 #
 # 1. DDP counts on a gradient for every parameter in every step; leave out what the model does not use.
-# 2. Hooks and `no_sync` change what is sent, and a count of one step's all-reduces shows whether they do.
+# 2. Hooks and `no_sync` change what is sent, and a count of one step's all-reduces and bytes shows whether they do.
 # 3. The compiler cuts the model where its own plan of buckets says; leave `bucket_cap_mb` out, and the reducer's plan is
 #    the same.
 #
 # | if | then |
 # |---|---|
 # | DDP complains about unused parameters | freeze or remove them before you try `find_unused_parameters` |
-# | bandwidth is the limit, and no bucket hides its messages | more tokens a rank, or a bfloat16 hook |
+# | bandwidth is the limit, and no bucket hides its messages | more tokens a rank, or a bfloat16 hook for float32 gradients |
 # | a compiled DDP hides less than an uncompiled one | look where its graph is cut, and leave `bucket_cap_mb` out |
 #
 # **Ask yourself**

@@ -261,8 +261,8 @@ claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYER
 # used them. Where that is too much, one checkpoints the gather (`torch.utils.checkpoint`), so that it is made again.
 #
 # These are the first operators of the forward graph, those of `fc1` and `fc2`. `primals` are its inputs: the samples, and
-# a rank's rows of each weight and bias. Of arguments only nodes are shown. `addmm` is the layer itself, `pause` waits as long as its emulated arithmetic
-# takes, and `pause_backward` is for the backward pass.
+# a rank's rows of each weight and bias, with even numbers. Of an operator's arguments only nodes are shown. `addmm` is
+# the layer itself, `pause` waits as long as its emulated arithmetic takes, and `pause_backward` is for the backward pass.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -546,10 +546,10 @@ claim("both ends lose", min(measured[0], measured[-1]) > 1.15 * min(measured))
 # This is lab 4's lesson from the other side: the smallest bucket that keeps up is about the best. A bucket of b layers
 # takes 20 + 10 b ms and hides behind 24 b ms of arithmetic if b is at least 20 / (24 − 10) = 1.4. So take two.
 #
-# inductor can also join FSDP's gathers before it orders anything (an option that stays off in the next section). Then it
-# asks another question: its `compute_min_saturation_bytes` returns the bytes with which a link reaches 90 % of its
+# inductor can also join FSDP's gathers before it orders anything (`pre_bucketing_fsdp_collectives`, off in the next
+# section). Then it asks another question: its `compute_min_saturation_bytes` returns the bytes with which a link reaches 90 % of its
 # bandwidth. A gather of b bytes takes alpha + b · beta, of which b · beta is 90 % if b = 9 · alpha / beta. Here that is
-# 18 layers, so all eight would share one gather. Saturation knows the link and not the arithmetic: no bandwidth is
+# 18 layers, so all eight would share one gather. Saturation knows the link and not the arithmetic: little bandwidth is
 # wasted, but nothing hides the first bucket, and a large one is exposed for longer. In a model of many layers this
 # matters less, as the next cell shows.
 
@@ -628,12 +628,12 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # of the next (the last weight travels alone). So each gather takes about 30 ms, of which a layer hides
 # 24, as in your curve with one layer in a bucket. Two layers in a gather hide all but the first.
 #
-# Why so few in a bucket? inductor walks over the graph once. Beside each computation it starts those gathers that are
-# needed next, until their estimated times fill it, and one weight, of 30 ms, fills a layer's 24. It joins what then
-# stands together, and does not search for the best size.
+# Why these buckets? inductor walks over the graph once. Beside each computation it starts gathers of the next layer, the
+# longest first, until their estimated times fill it, and one weight, of 30 ms, fills a layer's 24. The bias of that layer
+# is left over, and is joined to the gather before it. Nothing here searches for the best size.
 #
 # The forward pass is not all: inductor joins reduce-scatters as well, which your pass leaves alone, so over the whole
-# step it nearly catches up. A pass that joins both is a good exercise for a rainy day.
+# step it nearly catches up. A pass that joins both is left to you.
 #
 # <details><summary>What of this is experimental (torch 2.13)</summary>
 #
