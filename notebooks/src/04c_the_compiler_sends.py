@@ -518,7 +518,7 @@ mine_sizes = commit(two_ms=20 + 20 + 8 * 24, eight_ms=20 + 80 + 8 * 24)
 formula = forward_ms if forward_verdict.ok else theory.prefetched_forward
 TOGETHER = (1, 2, 8)
 SIZES_MB = (0.0001, *(layers * LAYER_MB for layers in TOGETHER))
-names = ["one parameter", "1 layer", *(f"{layers} layers" for layers in TOGETHER[1:])]
+names = ["each", "1 layer", *(f"{layers} layers" for layers in TOGETHER[1:])]
 bias = BYTES_MS / (DIM + 1)  # ms for the bytes of a bias
 separate = [ALPHA_MS + BYTES_MS - bias, ALPHA_MS + bias] * LAYERS
 predicted = [formula(separate, [0, FORWARD_MS] * LAYERS)]
