@@ -110,15 +110,15 @@ def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFaile
         logs = sorted(folder.path.glob("torchrun*.log"))
         failed = [log for log in logs if "Traceback" in process.read_if_exists(log)]
         log = next(iter(failed), folder.torchrun_log)
-        stack = shorten(read_tail(log))
+        stack, lines = shorten(read_tail(log)), MAX_OUTPUT_LINES
         silent = "no rank says why; the end of torchrun's log:"
     else:
-        log, stack = folder.log(rank), process.read_stack(folder, rank)
+        log, stack, lines = folder.log(rank), process.read_stack(folder, rank), LOG_TAIL_LINES
         silent = "the rank left without an exception"
         if not read_tail(log).strip():
             silent += SILENCE_MEANING
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    fix = shortage_fix(read_tail(log, MAX_OUTPUT_LINES) + stack)
+    fix = shortage_fix(read_tail(log, lines) + stack)
     if any(f"{kind}:" in stack for kind in IMPORT_ERRORS) and (hiding := ranks_hiding_files()):
         fix += f"\n{hiding}"
     message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + fix
