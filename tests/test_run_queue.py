@@ -199,7 +199,7 @@ def test_processes_that_all_ask_at_once_are_served_one_by_one_in_order(place, mo
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
     monkeypatch.setattr(run_queue.requirements, "usable_cores", lambda: [0, 1])
     crowd = []
-    for _ in range(4):
+    for _ in range(6):
         command = [sys.executable, "-c", CROWD, str(PROGRAMS / "small.py")]
         crowd.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     answers = [json.loads(each.communicate(timeout=100)[0]) for each in crowd]
