@@ -5,7 +5,7 @@
 #
 # - describe how a tensor is distributed by a mesh and placements;
 # - cut samples and images at the same time, and predict memory, bytes and time;
-# - write a test of sharding that can fail, and say what DTensor's own convolution does.
+# - recognise a test of sharding that cannot fail, and say what DTensor's own convolution does.
 #
 # You need lab 1. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
 # be read in any order.
