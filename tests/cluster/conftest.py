@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,16 @@ def slurm(runs_folder: Path) -> Iterator[Slurm]:
         os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
         shutil.rmtree(folder)
         assert not left, f"processes {left} outlived their cluster"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what the cluster knows to the report of a test that failed, for the cause is rarely in the test."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("slurm")
+    if report.failed and cluster:
+        report.sections.append(("The cluster", cluster.tell()))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,28 @@ class Slurm:
 
     def is_up(self, node: str) -> bool:
         """Whether a node takes jobs."""
-        return self.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T").startswith("idle")
+        return self._state_of(node).startswith("idle")
+
+    def mend(self) -> None:
+        """Start those nodes again whose daemon has ended or no longer answers, as it rarely does by itself."""
+        for node in NODES:
+            daemon = self._daemons[node]
+            with contextlib.suppress(AssertionError):  # a busy one answers again
+                wait_for(
+                    lambda node=node, daemon=daemon: daemon.poll() is not None or not self._is_lost(node), limit_s=30
+                )
+            if daemon.poll() is None and not self._is_lost(node):
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.kill_node(node)
+            self.start_node(node)
+            self.ask("scontrol", "update", f"nodename={node}", "state=resume")
+            wait_for(lambda node=node: not self._is_lost(node), limit_s=30)
+
+    def tell(self) -> str:
+        """What the report of a failed test should hold: the nodes, the jobs, and the ends of all logs."""
+        logs = [f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log"))]
+        return "\n".join([self.ask("sinfo", "-N", "-o", "%N %T %E"), self.ask("squeue"), *logs])
 
     def kill_node(self, node: str) -> None:
         """As if its plug was pulled: the daemon and all that it has started end at once."""
@@ -121,6 +142,13 @@ class Slurm:
         for each in left:
             each.kill()
         return [each.pid for each in left]
+
+    def _state_of(self, node: str) -> str:
+        return self.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
+
+    def _is_lost(self, node: str) -> bool:
+        state = self._state_of(node)
+        return state.startswith(("down", "drain")) or state.endswith("*")
 
     def _start(self, name: str, *words: object) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:

@@ -44,6 +44,12 @@ def started(slurm, runs, tmp_path_factory):
         job.cancel()
 
 
+@pytest.fixture(autouse=True)
+def all_nodes(slurm, started):
+    """A node that was lost for a reason of its own fails one test and not all that come after it."""
+    slurm.mend()
+
+
 def measured(result):
     return result.frame.query(COUNTED)[COLUMNS].sort_values(COLUMNS).reset_index(drop=True)
 
