@@ -12,7 +12,7 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab update reset progress notebooks doctor check test compat compat-here cuda-build lint clean
+.PHONY: help run lab update reset progress notebooks book doctor check test compat compat-here cuda-build lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,6 +35,9 @@ progress: $(INSTALLED) ## which exercises have passed
 
 notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
 	@$(VENV_PYTHON) -m notebooks.tools.build
+
+book: $(VENV)/.book-installed ## the solved labs, formulas, API and troubleshooting as web pages, in out/book/index.html
+	@$(RUN) docs.book
 
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
@@ -69,6 +72,8 @@ test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every noteboo
 		|| echo "Not all could be installed of $(CLUSTER): tests of hosts and jobs will be skipped." >&2
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
+	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/.book-installed \
+		|| echo "No Sphinx could be installed: the tests of the book will be skipped." >&2
 	$(call run-parts)
 
 compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
@@ -102,6 +107,11 @@ $(VENV)/grade/.installed: $(INSTALLED)
 	@$(VENV_PYTHON) -m venv $(VENV)/grade
 	@$(VENV_PYTHON) -c '$(SITE)' > "$$($(VENV)/grade/bin/python -c '$(SITE)')/others.pth"
 	@$(VENV)/grade/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt nbgrader
+	@touch $@
+
+# Sphinx is for the book alone, so that nothing else waits for it.
+$(VENV)/.book-installed: $(INSTALLED)
+	@$(PIP) -q -e '.[book]'
 	@touch $@
 
 # With TORCH, the pinned versions but another torch, which may want another setuptools.

@@ -1,5 +1,5 @@
-"""How nbgrader takes the labs: put this file into the folder of your course. See "For teachers" in
-the README.
+"""How nbgrader takes the labs: put this file into the folder of your course. See
+docs/teachers.md.
 
 cp docs/nbgrader_config.py COURSE/
 mkdir -p COURSE/source/lab2 && cp notebooks/02_fsdp_wrapping.ipynb COURSE/source/lab2/

@@ -227,7 +227,7 @@ def check_gpus() -> Finding:
 
     count, problem = requirements.usable_gpus()
     if problem:
-        driver = "update the driver, or install torch for its CUDA version: README, Install"
+        driver = "update the driver, or install torch for its CUDA version: docs/install.md"
         return Finding("NOTE", "GPUs", f"{problem}: ranks run on CPU with gloo", driver)
     if not count:
         return Finding("OK", "GPUs", "no GPU that this PyTorch can use: ranks run on CPU with gloo")

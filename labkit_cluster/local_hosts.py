@@ -92,7 +92,11 @@ class LocalHosts(Sequence[Host]):
                 f"{name} has no network cable, these hosts are {self.kind}: that needs root on"
                 " Linux"
             )
-        _run_ip_command("-n", _namespace_name(name), "link", "set", HOST_INTERFACE, state)
+        self.run_ip(name, f"link set {HOST_INTERFACE} {state}")
+
+    def run_ip(self, name: str, command: str) -> None:
+        """Change the network of a host that is a network namespace, by a command of ip(8)."""
+        _run_ip_command("-n", _namespace_name(name), *command.split())
 
 
 @contextlib.contextmanager

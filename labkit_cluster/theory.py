@@ -1,13 +1,6 @@
-"""What several hosts add: who is where, what leaves a host, and how often to save."""
+"""What several hosts add: what leaves a host, whether it hides, and how often to save."""
 
 import math
-
-
-def host_and_local_rank(rank: int, nproc: int) -> tuple[int, int]:
-    """Return the index of a rank's host and its local rank there, if torchrun starts ``nproc``
-    ranks on each host.
-    """
-    return divmod(rank, nproc)
 
 
 def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid: bool) -> float:
@@ -29,6 +22,54 @@ def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid:
         return 2 * (hosts - 1) / hosts * parameter_bytes
     ranks = hosts * nproc
     return 3 * (ranks - 1) / ranks * parameter_bytes if hosts > 1 else 0.0
+
+
+CARD_BYTES_PER_S = 50e9
+"""Of a network card, in each direction: 400 Gbit/s."""
+GPU_FLOPS_PER_S = 400e12
+"""Of an H100 in good programs; see lab 0."""
+
+
+def pass_ms(
+    *, hosts: int, cards: int, tokens: int, gpus: int = 8, parameters: float = 8e9
+) -> dict[str, tuple[float, float]]:
+    """Return how many milliseconds the forward and the backward pass compute, and how long a host's
+    network cards are busy in each under FSDP over all GPUs and under HSDP, without latency.
+
+    A parameter and token take 2 operations in the forward pass and 4 in the backward pass. FSDP
+    gathers in both and reduces in the backward pass; HSDP's all-reduces come in the backward pass.
+
+    Args:
+        hosts: the number of hosts.
+        cards: network cards of each.
+        tokens: of a step, on each GPU.
+        gpus: of each host.
+        parameters: of the model, in bfloat16, as are their gradients.
+    """
+    busy_ms = {
+        name: 1e3
+        * host_egress_bytes(2 * parameters, hosts, gpus, hybrid=name == "hsdp")
+        / (cards * CARD_BYTES_PER_S)
+        for name in ("fsdp", "hsdp")
+    }
+    forward_ms = 1e3 * 2 * parameters * tokens / GPU_FLOPS_PER_S
+    return {
+        "computing": (forward_ms, 2 * forward_ms),
+        "fsdp": (busy_ms["fsdp"] / 3, 2 * busy_ms["fsdp"] / 3),
+        "hsdp": (0.0, busy_ms["hsdp"]),
+    }
+
+
+def step_ms(*, hosts: int, cards: int, tokens: int, gpus: int = 8) -> dict[str, float]:
+    """Return the milliseconds of a step under FSDP and HSDP if in each pass all bytes hide behind
+    computing that can; see ``pass_ms``.
+    """
+    passes = pass_ms(hosts=hosts, cards=cards, tokens=tokens, gpus=gpus)
+    computing = passes["computing"]
+    return {
+        name: sum(max(pair) for pair in zip(passes[name], computing, strict=True))
+        for name in ("fsdp", "hsdp")
+    }
 
 
 def checkpoint_interval_s(save_s: float, between_failures_s: float) -> float:

@@ -10,11 +10,16 @@ others and start earlier. The compiler keeps gathered parameters for the backwar
 gathers each one once.
 """
 
+import itertools
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from labkit import parity, rank, requirements, torch_private
 from labkit.config import PositiveFloat, PositiveInt
@@ -33,9 +39,11 @@ from labkit.parallel.checkpointing import find_blocks
 from labkit.parallel.ddp import capture_generated_code
 from labkit.parallel.simple_fsdp import apply_simple_fsdp
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
+from labkit.session import timeline
 from labkit.session.meter import Step
 from labkit.session.payload import load_emulated
 from labkit.theory.emulated import Emulated
+from labkit.torch_private import TorchDispatchMode
 
 # More would reach the compiler's limit for one model.
 MAX_SIZES = 7
@@ -56,7 +64,7 @@ class Config:
     bucket_mb: PositiveFloat | None = None
     """A bucket of gathers closes once it holds this many MiB; by default none are joined."""
     sizes_mb: tuple[PositiveFloat, ...] = ()
-    """Run every step once with each of these sizes of buckets, in turn, and only time them."""
+    """Run every forward pass once with each of these sizes of buckets, in turn, and time it."""
     dim: PositiveInt | None = None
     """Width of chain, mlp_stack, double_linear, unused_linear and skip."""
     layers: PositiveInt | None = None
@@ -121,8 +129,12 @@ def main(config: Config) -> None:
             time_sizes(config, here)
             return
         lab = shard_and_compile(config, here, config.bucket_mb)
+        if config.compile and not here.is_emulated:
+            record_peak(here, lab)
         if config.check == "none":
             optimizer = torch.optim.Adam(lab.parameters(), lr=1e-3)
+            # Compiling has left gradients, from which Adam makes its state: no timed step pays.
+            optimizer.step()
             # A memory tracker cannot look into compiled code.
             track: list[Any] = [] if config.compile else [lab, optimizer]
             # A mark on a layer of a compiled graph would compile it again, in the profiled step.
@@ -161,7 +173,6 @@ def shard_and_compile(config: Config, here: rank.Session, bucket_mb: float | Non
     with graph_passes.pass_over_graphs(change), capture_generated_code() as programs:
         inputs = parity.draw_samples(lab, here.device, 0, here.rank)
         forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
-    lab.zero_grad()
     for name, found in {"graphs": seen, "nodes": nodes}.items():
         by_pass = dict(zip(("forward", "backward"), found, strict=True))
         here.save_artifact(name, json.dumps(by_pass))
@@ -180,10 +191,66 @@ def list_nodes(graph: Graph) -> list[str]:
     return lines
 
 
+class LetGlooFinish(TorchDispatchMode):
+    """Lets each collective end before the rank goes on, so that gloo's threads free nothing.
+
+    torch's profiler would not know of it.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code stay compiled inside this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func is not graph_passes.WAIT:
+            dist.barrier()
+            time.sleep(0.005)
+        return result
+
+
+def record_peak(here: rank.Session, lab: LabModel) -> None:
+    """Record what one more step allocates at its peak, in bytes, beside what is there before it."""
+    lab.zero_grad()
+    inputs = parity.draw_samples(lab, here.device, 0, here.rank)
+
+    def run() -> None:
+        forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
+
+    peak = allocated_peak(run, here.device)
+    here.record_scalar("step_peak_bytes", peak, "bytes")
+
+
+def allocated_peak(run: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes that a function allocates at a time, compiled code included."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with timeline._silence_stderr():
+        profiler.start()
+    with LetGlooFinish():
+        run()
+    with timeline._silence_stderr():
+        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [(each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(changes, key=itemgetter(0))))
+
+
 def time_sizes(config: Config, here: rank.Session) -> None:
-    """Run whole steps with each size of bucket, their forward passes in spans like "0.5 MiB"."""
+    """Run the forward pass with each size of bucket, in spans like "0.5 MiB"."""
     nets = {f"{size:g} MiB": shard_and_compile(config, here, size) for size in config.sizes_mb}
-    for index, step in enumerate(here.steps(config.steps)):
+    # Compiling has run each once.
+    for index, step in enumerate(here.steps(config.steps, warmup=0)):
+        if not step.timed:
+            break  # other runs count what a step sends
         # In turn within each step, so that a disturbance hits all, and in alternating order.
         for name in list(nets)[:: -1 if index % 2 else 1]:
             lab = nets[name]
@@ -191,9 +258,7 @@ def time_sizes(config: Config, here: rank.Session) -> None:
                 inputs = parity.draw_samples(lab, here.device, index, here.rank)
                 dist.barrier()
             with step.span(name):
-                loss = lab.get_loss(inputs, lab(*inputs))
-            loss.backward()
-            lab.zero_grad()
+                lab.get_loss(inputs, lab(*inputs))
 
 
 def inductor_pass(

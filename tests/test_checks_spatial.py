@@ -7,7 +7,7 @@ import sys
 import nbformat
 import pytest
 import torch
-from answers import spatial, spatial_at_work
+from answers import changed, spatial, spatial_at_work
 from answers.spatial import HOME, OUT, PADDED, with_earlier_answers
 
 from labkit_course.checks import spatial as checks
@@ -22,8 +22,8 @@ HEADS = {
     "activation_bytes": "def activation_bytes(batch, channels, height, width):",
     "local_columns": "def local_columns(width, ranks, stage):",
     "placements": "def placements():",
-    "strip_step_s": "def strip_step_s(plain_s, ranks, messages, message_bytes, alpha_s, beta_s_per_byte):",
     "sends_nothing": "def sends_nothing(strip, halo, rank, ranks):",
+    "exchange_test": "def exchange_test(exchange, rank, ranks):",
     "reduce_gradients": "def reduce_gradients(cut, head):",
 }
 
@@ -74,8 +74,6 @@ def test_an_empty_class_is_not_attempted_and_another_thing_is_wrong():
         ("activation_bytes", "return 'many'", "gave 'many', not a number"),
         ("placements", "return []", "placements() gave []. Return a dict"),
         ("placements", "return {'images': 'S0'}", "images: 'S0' is no list of two placements, expected [Shard(0), Sh"),
-        ("strip_step_s", "return 'soon'", "gave 'soon', not a number"),
-        ("strip_step_s", "return plain_s", "gave 1.0, expected 0.25. The ranks share the arithmetic."),
     ],
 )
 def test_a_wrong_value_fails_with_the_call_and_a_hint(check, body, reason, judge):
@@ -223,6 +221,34 @@ def test_ranks_that_wait_for_each_other_are_stopped_with_a_hint(judge):
     assert verdict.state == "wrong"
     assert "the ranks waited for each other" in repr(verdict)
     assert "does every send have its receive" in repr(verdict)
+
+
+OWN_TEST = changed("01b", "exchange_test")
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (OWN_TEST, "passed: your test passes the right exchange and fails 7 broken ones, on 4 and 3 ranks"),
+        (OWN_TEST.replace("return ", "assert ") + "return True", "passed: "),
+        (OWN_TEST.replace("return torch", "return not not torch"), "passed: "),
+        (
+            OWN_TEST.replace(
+                "return torch.allclose(padded, views[rank]) and", "return (padded == views[rank]).all() &"
+            ),
+            "passed: ",
+        ),
+        (
+            "calls = globals().setdefault('calls', [])\ncalls.append(exchange)\nreturn len(calls) == 1",
+            "wrong: on rank 0, your test fails the right exchange",
+        ),
+        (OWN_TEST.replace("3, rank", "2, rank"), "wrong: on rank "),
+    ],
+    ids=["own", "asserts", "negations", "tensors", "remembers", "raises"],
+)
+def test_a_learners_test_is_judged_by_what_it_lets_pass(body, reason, judge):
+    assert repr(judge("exchange_test", body)).startswith(reason)
 
 
 @pytest.mark.usefixtures("ranks_at_hand")

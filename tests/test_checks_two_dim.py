@@ -68,6 +68,12 @@ def test_another_right_plan_passes(name, plan):
     assert getattr(at_work, check)(plan(check, text)).ok
 
 
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_the_plans_that_run_while_an_exercise_is_open_are_right():
+    assert at_work.stack_plan(at_work.our_stack_plan).ok
+    assert at_work.cut_block_plan(at_work.our_block_plan).ok
+
+
 WRONG_PLANS = {
     "left in parts": (
         BLOCK.replace('"down": RowwiseParallel()', '"down": RowwiseParallel(output_layouts=Partial())'),

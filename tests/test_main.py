@@ -251,8 +251,8 @@ def test_ctrl_c_ends_in_one_line_with_status_130(tmp_path):
     assert alive == []
 
 
-def test_the_readme_and_the_docstring_give_the_same_exit_statuses(repository):
-    lines = (repository / "README.md").read_text().split("| exit status |")[1].splitlines()[2:]
+def test_the_docs_and_the_docstring_give_the_same_exit_statuses(repository):
+    lines = (repository / "docs" / "command_line.md").read_text().split("| exit status |")[1].splitlines()[2:]
     rows = takewhile(lambda line: line.startswith("|"), lines)
     table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in rows]
     told = (command_line.__doc__ or "").split("Exit status:")[1].strip().splitlines()

@@ -16,6 +16,8 @@ ONE_SITTING = {
     "04_compiler_bucketing",
     "04c_the_compiler_sends",
     "05_two_dimensions",
+    "07_when_it_breaks",
+    "08_beyond_one_machine",
 }
 """Labs whose rest stands in a companion."""
 WORDS = " ".join(["word"] * 130)
@@ -121,3 +123,13 @@ def test_a_core_is_one_sitting(lab):
     assert sum(part.words for part in parts) <= 2800 and sum(bool(part.exercise_minutes) for part in parts) <= 6
     given = [source.without_solutions(cell.source) for cell in contents.cells if cell.cell_type == "code"]
     assert max(sum(not line.startswith("%%") for line in text.splitlines() if line.strip()) for text in given) <= 25
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if lab.name in ONE_SITTING], ids=lambda lab: lab.name)
+def test_the_minutes_of_the_sections_sum_to_those_of_the_head(lab):
+    contents = source.read_source(lab.source)
+    core, _ = minutes.core_and_optional(minutes.split_into_parts(contents))
+    minutes.write_minutes(contents)
+    text = "\n".join(cell.source for cell in contents.cells if cell.cell_type == "markdown")
+    sections = re.findall(r"^## [^(\n]*\((?!optional)[^)\n]*?(\d+) minutes?\)", text, flags=re.MULTILINE)
+    assert sum(map(int, sections)) == core

@@ -10,6 +10,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation
 
 from labkit import plots
 from labkit.plots import style
@@ -342,6 +343,15 @@ def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
     colours = [to_hex(frame.get_edgecolor()) for frame in above]
     assert colours == [style.RANK_COLOURS[one].lower() for one in sources], "a halo has the colour of its owner"
     assert not any(frame.get_fill() for frame in frames), "the pixels that travel can be seen"
+
+
+@pytest.mark.parametrize(("backward", "ends"), [(False, (20, 25.2)), (True, (25.2, 20))])
+def test_halos_come_down_and_their_gradients_go_home(backward, ends):
+    ax = plots.halo_diagram(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, backward=backward)
+    arrows = [(each.xyann[1], each.xy[1]) for each in ax.texts if isinstance(each, Annotation)]
+    assert arrows == [pytest.approx(ends)] * 2
+    assert texts_of(ax).count("+") == 2 * backward, "what goes home is added"
+    assert texts_of(ax).count("gradient: added\non rank 2") == backward
 
 
 def test_halos_show_the_very_pixels_that_travel():

@@ -10,11 +10,13 @@ from fixture_long import long_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import labkit
 from labkit import requirements
 from labkit.models.mlp import MLPStack
 from labkit.parallel import graph_passes
+from labkit.parallel import simple_fsdp as labkits
 from labkit.parallel.buckets import assign_buckets
 from labkit.parallel.simple_fsdp import apply_simple_fsdp
 from labkit.theory.emulated_steps import gather_hardware
@@ -116,6 +118,29 @@ def test_a_step_gathers_as_often_as_the_buckets_are_many(bucket_mb):
     assert sum(" = addmm(" in node for node in nodes) == len(sizes) / 2, "a layer has a weight and a bias"
 
 
+def shard_with_checkpoints(model, mesh):
+    plain = labkits.gather
+    labkits.gather = lambda rows: checkpoint(plain, rows, use_reentrant=False)
+    apply_simple_fsdp(model, mesh)
+
+
+@pytest.mark.parametrize("nproc", long_but([2], [2, 3]))
+def test_checkpointed_gathers_lower_the_peak_to_what_theory_counts_and_change_no_number(nproc):
+    dim, layers = 120, 8
+    how = {"model": "chain", "dim": dim, "layers": layers, "compile": True, "steps": 2, "timeout_s": 280}
+    # At its peak a rank holds a gradient, gloo's copy and its rows of all gradients so far. With kept weights that is
+    # at the last layer, beside all but its own and the first one's.
+    ways = {
+        "kept": ({}, layers - 2 + 2 + 1 / nproc, 0),
+        "checkpointed": ({"use": {"simple_fsdp": shard_with_checkpoints}}, 2 + layers / nproc, layers - 1),
+    }
+    for name, (use, weights, gathers) in ways.items():
+        result = labkit.check("simple_fsdp", nproc=nproc, **use, **how)
+        assert result.ok, name
+        assert result.value("step_peak_bytes") / (4 * dim**2) == pytest.approx(weights, rel=0.02), name
+        assert json.loads(result.ranks[0].artifact("graphs"))["backward"].count("gather") == gathers, name
+
+
 def parameter_elements():
     """Of mlp_stack, in the order in which the forward pass reads them."""
     return [parameter.numel() for parameter in MLPStack(dim=DIM, batch=1, layers=LAYERS).parameters()]
@@ -176,6 +201,8 @@ def test_emulated_gathers_hide_once_they_start_early_and_inductor_hides_some():
     for way, predicted_ms in {"none": 8 * 74, "early": 8 * 50 + 24, "joined": 8 * 30 + 24}.items():
         assert times[way] == pytest.approx(predicted_ms, rel=0.15), way
     assert times["joined"] < times["inductor"] < times["none"]
+    steps = runs["joined"].frame.query("kind == 'span' and name == 'step' and rank == 0")["dur_us"] / 1000
+    assert steps.iloc[0] == pytest.approx(steps.iloc[1], abs=12), "no timed step makes the optimizer's state, 20 ms"
 
 
 def test_an_older_torch_refuses_inductors_pass_or_its_buckets(monkeypatch):

@@ -193,11 +193,6 @@ def test_activations_between_stages_include_the_downsampling():
     assert spatial.convnext_activation_bytes(stages=stages, batch=1) == 4 * (first + norm + second)
 
 
-def test_time_of_a_step_with_strips():
-    assert spatial.strip_step_s(0.08, 4, 10, 1e6, alpha_s=1e-4, beta_s_per_byte=1e-9) == pytest.approx(0.02 + 0.011)
-    assert spatial.strip_step_s(0.08, 1, 0, 0, alpha_s=1e-4, beta_s_per_byte=1e-9) == 0.08
-
-
 def test_formulas_need_no_torch():
     code = "import sys; import labkit.theory; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

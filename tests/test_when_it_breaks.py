@@ -1,85 +1,102 @@
-"""Lab 7's table, row by row: the lab's own cells break on real ranks, and the first look that a row names finds why."""
+"""Lab 7's card, row by row: the lab's own cells, or a run with a known fault, break on real ranks, and the first look
+that a row names finds why.
+"""
 
 import ast
 import functools
-import json
 import os
 import re
 import time
 
-import pandas
 import pytest
-import torch
 from fixture_long import long_but
-from torch import nn
 
 import labkit
 from labkit import plots
 from labkit.errors import RankFailed, RunTimedOut
 from labkit.launcher.magic import CELL_NAME, PROGRAM
 from labkit.launcher.run import run_with_payload
-from labkit.parallel import failures
 from labkit.theory import failures as theory
+from labkit_course.checks import symptoms
+from labkit_course.checks.mystery import Mystery, ends_table, rank_ends
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
 
 (LAB,) = find_labs(FOLDER, ("07_when_it_breaks",))
-RANKS = 2
-"""The lab's parameter, for the cells that say ``-n $RANKS``."""
-NAMES = {"json": json, "re": re, "labkit": labkit, "pandas": pandas, "torch": torch, "nn": nn}
-SPACE = {"deep", "ROWS", "WIDTH", "LAYERS", "CAP_MIB", "ends_of", "answers_to", "waited"}
-"""What the tests take from the notebook beside its cells on ranks."""
+CRASH = """
+import ctypes
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    ctypes.string_at(0)
+dist.all_reduce(torch.ones(1))
+"""
+SHAPES = """
+from datetime import timedelta
+
+from labkit.rank import report
+
+dist.init_process_group("gloo")
+dist.set_debug_level(dist.DebugLevel.DETAIL)
+group = dist.new_group(timeout=timedelta(seconds=1))
+said = ""
+try:
+    dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group)
+except RuntimeError as error:
+    said = str(error)
+report(said=said)
+"""
+MORE = {"crashed": (2, 30.0, CRASH), "shapes": (2, 30.0, SHAPES)}
+"""What is not in the lab: ranks, limit in seconds, and text."""
+WRONG_SCALE = 47
+"""The seed of a run in which gradients are not divided."""
 
 
 @functools.cache
 def notebook():
-    """The source's cells on ranks by their names, and the functions and constants in ``SPACE``."""
-    cells, names = {}, dict(NAMES)
+    """The source's cells on ranks by their names, and what the tests take from the notebook beside them."""
+    cells, names = dict(MORE), {"labkit": labkit}
     for cell in solved_notebook(LAB.source).cells:
-        named = re.match(r"%%torchrun -n (\d+|\$RANKS)(?: --timeout (\d+))?.* --name (\w+)\n", cell.source)
+        named = re.match(r"%%torchrun -n (\d+)(?: --timeout (\d+))?.* --name (\w+)\n", cell.source)
         if named:
-            cells[named[3]] = (
-                int(named[1].replace("$RANKS", f"{RANKS}")),
-                float(named[2] or 90),
-                "\n" + cell.source.split("\n", 1)[1],
-            )
-        elif cell.cell_type == "code" and not cell.source.startswith("%%"):
-            for node in ast.parse(cell.source).body:
-                target = node.targets[0] if isinstance(node, ast.Assign) else node
-                found = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
-                if getattr(node, "name", "") in SPACE or (isinstance(node, ast.Assign) and found & SPACE):
-                    exec(compile(ast.Module([node], []), str(LAB.source), "exec"), names)
-    assert names.keys() >= SPACE
-    return cells, names
+            cells[named[3]] = (int(named[1]), float(named[2] or 90), "\n" + cell.source.split("\n", 1)[1])
+        elif cell.cell_type == "code" and "def waited(" in cell.source:
+            (waited,) = (node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef))
+            exec(compile(ast.Module([waited], []), str(LAB.source), "exec"), names)
+    return cells, names["waited"]
 
 
 @functools.cache
 def ran(name):
     """What the cell of this name came to: a result, or the error that ended it."""
-    cells, names = notebook()
-    nproc, timeout_s, text = cells[name]
-    given = {"os": os, "time": time, "nn": nn, "recorder": failures.recorded, "SLOW_STEPS": 3}
-    given |= {"work_ms": [5, 10, 15, 40], **{each: names[each] for each in ("deep", "ROWS", "CAP_MIB")}}
+    nproc, timeout_s, text = notebook()[0][name]
+    given = {"os": os, "time": time, "WORK_MS": [5, 10, 15, 40], "SLOW_STEPS": 3}
     try:
         return run_with_payload(PROGRAM, {CELL_NAME: text, **given}, nproc=nproc, timeout_s=timeout_s, device="cpu")
     except (RankFailed, RunTimedOut) as error:
         return error
 
 
-def own(name):
-    """A function of the notebook."""
-    return notebook()[1][name]
+def seen(seed, tool):
+    """What a tool shows of a mystery run."""
+    return mystery(seed)._seen.table(tool)
+
+
+@functools.cache
+def mystery(seed):
+    return Mystery(seed)
 
 
 def earliest_error():
-    ends = own("ends_of")(ran("raised"))
+    ends = rank_ends(ran("raised"))
     assert theory.first_failed_rank(ends) == ran("raised").rank == 2
     assert "ValueError: sample 1701" in ends[2]["error"]
     assert all(end["status"] == -15 or "Connection closed" in end["error"] for end in ends if end["rank"] != 2)
+    assert ends_table(ends)["error"]["rank 2"] == "ValueError: sample 1701 has no label"
 
 
 def exit_status():
-    (end,) = (end for end in own("ends_of")(ran("killed")) if end["rank"] == 1)
+    (end,) = (end for end in rank_ends(ran("killed")) if end["rank"] == 1)
     assert (end["status"], end["error"], ran("killed").exc_type) == (-9, "", "SIGKILL")
 
 
@@ -88,118 +105,100 @@ def crash_stack():
 
 
 def stacks():
-    inside = {rank for rank, stack in ran("hung").stacks.items() if "all_reduce" in stack}
-    assert inside == {0, 1, 2}
+    assert {rank for rank, stack in ran("hung").stacks.items() if "all_reduce" in stack} == {0, 1, 2}
 
 
-def monitored_barrier():
-    assert "Ranks 3 failed to pass monitoredBarrier" in ran("missing").message
+def stacks_of_a_pair():
+    calls = list(seen(7, "stacks").iloc[:, 0])
+    assert all("swap_boundary" in each and "recv" in each for each in calls[:2]), "the even rank does not send first"
+    assert all("all_reduce" in each for each in calls[2:])
 
 
-def said(case, level):
-    return [rank.reported["said"][f"{level} {case}"] for rank in ran("disagreed").ranks]
+def calls_compared():
+    assert all(name in ran("detail").message for name in ("ALLREDUCE", "BROADCAST"))
+    if any(flown := [rank.reported["calls"] for rank in ran("flight").ranks]):  # an older torch keeps no such record
+        assert theory.first_diverging_call([[(name, *shape) for name, shape in calls] for calls in flown]) == (2, [2])
 
 
-def detail_of_calls():
-    assert all("ALLREDUCE" in text and "BROADCAST" in text for text in said("another_collective", "DETAIL"))
-    assert not any("ALLREDUCE" in text for text in said("another_collective", "OFF"))
-
-
-def detail_of_shapes():
-    assert all("Detected mismatch" in text and "hapes: " in text for text in said("another_shape", "DETAIL"))
-    assert any(said("another_shape", "OFF")) and not any("hapes: " in text for text in said("another_shape", "OFF"))
-
-
-def records():
-    logs = [[(entry["call"], *entry["shape"]) for entry in rank.reported["log"]] for rank in ran("forgot").ranks]
-    assert theory.first_diverging_call(logs) == (3, [2])
-    if any(flown := [rank.reported["calls"] for rank in ran("flight").ranks]):  # an older torch may keep no such record
-        assert theory.first_diverging_call([[(name, *shape) for name, shape, _ in calls] for calls in flown]) == (
-            2,
-            [2],
-        )
+def shapes_compared():
+    assert all("Detected mismatch" in rank.reported["said"] for rank in ran("shapes").ranks)
+    assert all("hapes: " in rank.reported["said"] for rank in ran("shapes").ranks)
 
 
 def time_in_collectives():
-    waits = own("waited")(ran("slow"))
+    waits = notebook()[1](ran("slow"))
     assert waits.index(min(waits)) == 3
     ends = [rank.reported["steps"][-1][2] for rank in ran("slow").ranks]
     assert max(ends) < 1.5 * min(ends), "all steps are about equally long"
 
 
+def links():
+    assert seen(6, "links")["ms"].astype(float).idxmax() == "rank 3 → 2"
+
+
 def which_rank():
-    assert (ran("full").rank, ran("full").exc_type) == (1, "MemoryCapExceeded")
-    assert own("ROWS")[1] > own("ROWS")[0]
+    assert seen(0, "ends")["error"]["rank 3"].startswith("MemoryError")
 
 
-def silent(fault):
-    equal, factor, moved = own("answers_to")(ran("silent").ranks[0].reported[fault])
-    return equal, factor, moved
+def own_losses():
+    losses = seen(8, "losses")
+    assert "nan" in mystery(8)._seen.symptom
+    assert list(losses.loc["step 1"].str.contains("nan")) == [False, False, False, True]
 
 
 def weights_on_all_ranks():
-    assert silent("missed reduction")[0] == "no" and silent("right")[0] == "yes"
+    assert [each != "0" for each in seen(3, "weights")["start"]] == [False, False, True, False]
 
 
 def gradient_against_one_device():
-    assert silent("wrong scaling") == ("yes", f"{RANKS}", "1.00") and silent("right")[1] == "1"
+    assert set(seen(WRONG_SCALE, "gradients")["factor"]) == {"4.000"}
+    assert set(seen(WRONG_SCALE, "weights")["end"]) == {"0"}
 
 
-def moves():
-    assert silent("stale parameter") == ("yes", "1", "0.00") and silent("right")[2] == "1.00"
-
-
-def apart(name):
-    return ran("yesterday").ranks[0].reported["apart"][name]
-
-
-def seeds():
-    assert apart("without a seed")[0] > 1e-4 and max(apart("the same again")) == 0
-
-
-def in_float64():
-    assert theory.is_only_rounding(apart("another order, float32")[-1], apart("another order, float64")[-1])
-    assert 0 < apart("another order, float32")[0] < 1e-6, "all steps differ, at first in the last digits"
-
-
-def as_large_in_float64():
-    assert max(apart("a fault, float64")[:10]) == 0 < apart("a fault, float64")[10], "equal up to a step"
-    assert not theory.is_only_rounding(apart("a fault, float32")[-1], apart("a fault, float64")[-1])
+def samples():
+    assert len(set(seen(23, "samples")["step 0"])) == 1
+    assert set(seen(23, "weights")["end"]) == {"0"} and "4.000" not in set(seen(23, "gradients")["factor"])
 
 
 ROWS = {
     "ranks show errors": earliest_error,
-    "a rank is gone, without any exception": exit_status,
-    "a rank is gone, with status -11": crash_stack,
-    "nothing happens": stacks,
-    "a timeout, and one rank has run ahead": monitored_barrier,
-    "a timeout, and all ranks are in collectives": detail_of_calls,
-    "some ranks time out": detail_of_shapes,
-    "a timeout, and DETAIL is too slow": records,
-    "slow": time_in_collectives,
+    "a rank is gone without a word": exit_status,
+    "a rank is gone with status -11": crash_stack,
+    "nothing happens, and one rank": stacks,
+    "nothing happens, and two ranks": stacks_of_a_pair,
+    "a timeout, and all ranks are in collectives": calls_compared,
+    "some ranks time out": shapes_compared,
+    "slow, and all steps": time_in_collectives,
+    "slow, and no rank": links,
     "out of memory on one rank": which_rank,
+    "the loss is NaN": own_losses,
     "the loss falls, and the weights differ": weights_on_all_ranks,
-    "weights agree": gradient_against_one_device,
-    "gradients are right": moves,
-    "the first step differs": seeds,
-    "all steps differ": in_float64,
-    "equal up to a step": as_large_in_float64,
+    "weights agree, and the gradient has a factor": gradient_against_one_device,
+    "weights agree, and the gradient is another": samples,
 }
-LONG = {"a timeout, and all ranks are in collectives", "some ranks time out", "a timeout, and DETAIL is too slow"}
+DAILY = [
+    row for row, look in ROWS.items() if look in (earliest_error, exit_status, crash_stack, stacks, time_in_collectives)
+]
+"""The others are long, or test_mystery.py sees the same run daily."""
 
 
-@pytest.mark.parametrize("symptom", long_but([row for row in ROWS if row not in LONG], ROWS))
+@pytest.mark.parametrize("symptom", long_but(DAILY, ROWS))
 def test_the_first_look_of_each_row_finds_the_cause(symptom):
-    if symptom == "out of memory on one rank" and not os.path.exists("/proc/self/status"):
-        pytest.skip("a cap on a CPU's memory needs Linux")
     ROWS[symptom]()
 
 
-def test_each_row_of_the_table_has_a_test():
-    table = LAB.source.read_text().partition("| symptom |")[2].partition("\n#\n")[0]
-    symptoms = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert len(symptoms) == len(ROWS)
-    assert all(symptom.startswith(row) for symptom, row in zip(symptoms, ROWS, strict=True))
+def test_each_row_of_the_card_has_a_test():
+    shown = [row[0] for row in symptoms.ROWS]
+    assert len(shown) == len(ROWS)
+    assert all(symptom.startswith(row) for symptom, row in zip(shown, ROWS, strict=True))
+    assert {len(row) for row in symptoms.ROWS} == {len(symptoms.HEAD)}
+
+
+def test_the_card_is_a_page_to_print(tmp_path):
+    symptoms.card.write(tmp_path / "card.html")
+    page = (tmp_path / "card.html").read_text()
+    assert page.count("<tr>") == len(symptoms.ROWS) + 1 and "landscape" in page
+    assert all(word in repr(symptoms.card) for word in ("with NCCL you see", "or the hardware", "Xid"))
 
 
 @pytest.mark.parametrize("case", [[], [[], []], [[("a",)], [("a",)]]])
@@ -213,10 +212,6 @@ def test_a_run_in_which_no_rank_failed_by_itself_has_no_culprit():
         theory.first_failed_rank([*ends, {"rank": 1, "status": -15, "time": 2.0, "error": ""}])
 
 
-def test_an_aid_pays_up_to_what_it_saves():
-    assert theory.break_even_slowdown(hours_between=10, hours_lost=1, hours_lost_with_aid=0.5) == 0.05
-
-
 def test_the_time_line_says_of_each_rank_what_part_it_waited():
     ax = plots.wait_times(ran("slow"), predicted_ms=120)
     shown = [text.get_text().split() for text in ax.texts]
@@ -224,14 +219,3 @@ def test_the_time_line_says_of_each_rank_what_part_it_waited():
     parts = [int(part.rstrip("%")) for _, part in shown]
     assert parts[3] == min(parts) and parts[0] > 50
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
-
-
-def test_curves_by_step_leave_out_zeros_on_a_logarithmic_axis_and_say_so():
-    ax = plots.values_by_step({"equal": [0.0, 0.0], "apart": [0.0, 1e-7]}, ran("slow"), ylabel="difference", log=True)
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["equal (0 everywhere)", "apart"]
-    assert ax.get_yscale() == "log" and ax.lines[1].get_ydata()[1] == 1e-7
-
-
-def test_each_aid_has_its_time_and_its_factor():
-    ax = plots.debug_costs({"plain": 2.0, "DETAIL": 7.0}, ran("slow"))
-    assert [text.get_text().strip() for text in ax.texts] == ["2 ms", "7 ms, 3.5 ×"]

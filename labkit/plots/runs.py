@@ -1,6 +1,6 @@
 """A table of predicted beside measured, and figures of times and of values by training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas
@@ -16,15 +16,6 @@ MAX_STEPS_WITH_MARKERS = 30
 # The logarithmic axis has no place for 0.
 SMALLEST_DIFFERENCE = 1e-9
 EXPOSED_LOOK: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "hatch": "////", "lw": 0}
-# Without dashes, which are reserved for predictions.
-LINES = (
-    (style.BLUE, "-"),
-    (style.VERMILION, "-"),
-    (style.GREEN, "-."),
-    (style.PURPLE, ":"),
-    (style.ORANGE, "-"),
-    ("black", ":"),
-)
 
 
 def comparison_table(
@@ -154,19 +145,6 @@ def _hatch_exposed(ax: Axes, row: int, parts: Numbers, arithmetic: Numbers) -> N
         start += took
 
 
-def debug_costs(step_ms: Numbers, result: RunResult, *, ax: Axes | None = None) -> Axes:
-    """Draw the time of a step with each debugging aid; the first bar is the step without any."""
-    ax = style.make_axes(ax, height=1.0 + 0.45 * len(step_ms))
-    (first, plain), *others = step_ms.items()
-    # Two parts, of which each row has one, give the first bar its own colour.
-    rows = {first: {"plain": plain}} | {label: {"aid": took} for label, took in others}
-    texts = [f"{plain:.2g} ms", *(f"{took:.2g} ms, {took / plain:.2g} ×" for _, took in others)]
-    style.draw_rows(ax, rows, {"plain": style.GREY, "aid": style.BLUE}, texts)
-    ax.set(xlim=(0, max(step_ms.values()) * 1.4))
-    ax.set_xlabel("time of one step, ms (fastest round of the slowest rank)")
-    return style.add_stamp(ax, [result])
-
-
 def loss_curves(
     results: Runs,
     *,
@@ -213,23 +191,3 @@ def _draw_curve(ax: Axes, index: int, label: str, values: pandas.Series, **look:
     if len(values) <= MAX_STEPS_WITH_MARKERS:
         look |= {"marker": "osD^"[turn], "markersize": 10 - 2 * turn, "fillstyle": "none"}
     ax.plot(values.index, values, label=label, color=style.rank_colour(index), **look)
-
-
-def values_by_step(
-    curves: Mapping[str, Sequence[float]],
-    result: RunResult,
-    *,
-    ylabel: str,
-    log: bool = False,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw values by training step, one line per label; a logarithmic axis leaves out zeros."""
-    ax = style.make_axes(ax)
-    for index, (label, values) in enumerate(curves.items()):
-        shown = [value if value > 0 or not log else float("nan") for value in values]
-        colour, line = LINES[index % len(LINES)]
-        label += "" if any(values) else " (0 everywhere)"
-        ax.plot(range(1, len(shown) + 1), shown, label=label, color=colour, ls=line, lw=1.8)
-    ax.set(xlabel="training step", ylabel=ylabel, yscale="log" if log else "linear")
-    ax.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return style.add_stamp(ax, [result])

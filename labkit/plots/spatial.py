@@ -77,12 +77,18 @@ def _draw_row(ax: Axes, boxes: Sequence[tuple[str, Any]], top: float, height: fl
 
 
 def halo_diagram(
-    picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None
+    picture: numpy.ndarray,
+    ranks: int,
+    halo: int,
+    *,
+    rank: int = 1,
+    backward: bool = False,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw a picture cut into one strip per rank, and what ``rank`` holds after a halo exchange.
 
     Frames in the owner's colour mark the halos, where they come from and where they go. The picture
-    is [height, width, 3]; a neighbour sends ``halo`` columns.
+    is [height, width, 3]; a neighbour sends ``halo`` columns. ``backward`` sends gradients home.
     """
     height, width = picture.shape[:2]
     strip, gap = width / ranks, max(2.0, width / 60)
@@ -115,8 +121,12 @@ def halo_diagram(
         look = {"edgecolor": style.rank_colour(source), "lw": 2.5}
         for left, top in ((origin, 0), (to, below)):
             _draw_frame(ax, (left, top, halo, height), **look)
-        style.draw_arrow(ax, (origin + halo / 2, height), (to + halo / 2, below), "-|>", 1.5)
+        ends = (origin + halo / 2, height), (to + halo / 2, below)
         text = f"halo: {halo} columns\nfrom rank {source}"
+        if backward:
+            ends, text = ends[::-1], f"gradient: added\non rank {source}"
+            _label_box(ax, (origin, 0, halo, height), "+", 9)
+        style.draw_arrow(ax, *ends, "-|>", 1.5)
         ax.text(side, below + height / 2, text, ha=align, va="center", fontsize=9)
     ax.set_axis_off()
     return ax

@@ -40,16 +40,3 @@ def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
         dealt[least].append(index)
         work[least] += lengths[index]
     return dealt
-
-
-def break_even_slowdown(
-    hours_between: float, hours_lost: float, hours_lost_with_aid: float
-) -> float:
-    """Return the relative slowdown up to which a tool that shortens searches pays for itself."""
-    return (hours_lost - hours_lost_with_aid) / hours_between
-
-
-def is_only_rounding(apart32: float, apart64: float) -> bool:
-    """Return whether a difference in float32 is only rounding, given the difference in float64."""
-    # float64 has 29 more bits of mantissa, so at most a millionth of a rounding error remains.
-    return apart64 <= apart32 / 1e6

@@ -191,15 +191,3 @@ def checkpointed_bytes(stages: Sequence[ConvNeXtStage], batch: int, element_byte
     inputs = [batch * each.channels * each.height * each.width for each in stages]
     kept = sum(each.depth * size for each, size in zip(stages, inputs, strict=True))
     return (kept + 12 * max(inputs)) * element_bytes
-
-
-def strip_step_s(
-    plain_s: float,
-    ranks: int,
-    messages: int,
-    message_bytes: float,
-    alpha_s: float,
-    beta_s_per_byte: float,
-) -> float:
-    """Return the seconds of a step cut into strips if no communication is hidden."""
-    return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)

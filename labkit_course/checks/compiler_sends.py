@@ -168,6 +168,7 @@ def gathers_graph(count: int) -> Graph:
     graph = Graph()
     x, *rows = [graph.placeholder(name) for name in ("x", *(f"rows{k}" for k in range(count)))]
     for each in rows:
+        each.meta["val"] = torch.empty(3, 6, device="meta")
         gathered = graph.call_function(GATHER, (each, 2, "0"))
         whole = graph.call_function(WAIT, (gathered,))
         x = graph.call_function(torch.ops.aten.mm.default, (x, whole))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from labkit.tensors import TwoTensor
 from labkit.torch_private import foreach_mul
 from labkit_course.checks import judge
-from labkit_course.checks.extensions import TOLERANCES, judge_codec, judge_hook
+from labkit_course.checks.extensions import TOLERANCES, WAIT_HINT, judge_codec, judge_hook
 from labkit_course.checks.judge import Verdict, exercise
+from labkit_course.checks.on_ranks import judge_on_ranks
 
 # What is done to a TwoTensor, as it runs and as a verdict shows it, and a hint.
 OPERATION_HINTS = {
@@ -22,6 +23,18 @@ OPERATION_HINTS = {
     "torch.equal(two, two)": "What is no tensor, such as True, stays.",
     "_foreach_mul([two, two], 2)": "Arguments may be lists: tree_map_only goes through them.",
     "two.add_(1)": "An operation in place changes both halves.",
+}
+
+# Why a test may not see what a hook does.
+HALF_HINT = "Choose halves that differ, so that the test can tell which of them came."
+PADDING_HINT = "Nothing is padded if every rank has equally many rows."
+SEND_HINTS = {
+    "sends a twice": HALF_HINT,
+    "swaps a and b": HALF_HINT,
+    "sends zeros for b": "Numbers that are zero anyway show no mistake.",
+    "rounds b to bfloat16": "bfloat16 holds small whole numbers exactly: take others.",
+    "leaves out the padding": PADDING_HINT,
+    "pads in front": PADDING_HINT,
 }
 
 
@@ -174,6 +187,43 @@ def post_all_gather(answer: Callable[..., Any]) -> Verdict:
 
 
 @exercise
+def halves(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
+    """Exercise 5: what a test gathers, halves a and b [R, C] and a number of ranks.
+
+    Gathered on so many ranks, both must arrive as they are from a right hook, and from no wrong
+    one.
+    """
+    found = judge.call_answer(answer)
+    said = f"{judge.answer_name(answer)}() gave"
+    is_three = type(found) is tuple and len(found) == 3
+    judge.expect(is_three, f"{said} {judge.value_text(found)}, not three values: a, b and ranks")
+    a, b, ranks = found
+    for name, half in (("a", a), ("b", b)):
+        given = f"{said} as {name} a {type(half).__name__}"
+        judge.expect(type(half) is Tensor, f"{given}, not a tensor")
+        is_matrix = half.dtype == torch.float32 and half.ndim == 2 and 0 < half.numel() <= 10_000
+        shown = f"{said} as {name} a tensor {[*half.shape]} of {half.dtype}"
+        judge.expect(is_matrix, shown, "[rows, columns] of float32, at most 10,000 numbers")
+    judge.expect(a.shape == b.shape, f"{said} {[*a.shape]} and {[*b.shape]}", "equal shapes")
+    few = type(ranks) is int and 2 <= ranks <= 4
+    judge.expect(few, f"{said} {judge.value_text(ranks)} ranks", "2, 3 or 4")
+
+    def judge_rank(count: int, index: int, sent: dict[str, bool]) -> None:
+        right = f"on {count} ranks the test fails with the right hook, too"
+        judge.expect(sent[""], right, hint="NaN is not equal to itself.")
+        if unseen := [name for name in SEND_HINTS if sent[name]]:
+            more = f", nor do {len(unseen) - 1} other wrong ones" if len(unseen) > 1 else ""
+            missed = f"on {count} ranks a hook that {unseen[0]} does not fail the test{more}"
+            raise judge.WrongAnswer(missed, hint=SEND_HINTS[unseen[0]])
+
+    how: dict[str, Any] = {"judge": judge_rank, "timeout_s": timeout_s, "waiting": WAIT_HINT}
+    arguments = {"what": "halves", "a": a.detach().tolist(), "b": b.detach().tolist()}
+    judge_on_ranks("extensions", sizes=(ranks,), **how, **arguments)
+    passed = f"on {ranks} ranks the test passes with the right hook"
+    return judge.passing_verdict(f"{passed}, and fails with each of {len(SEND_HINTS)} wrong ones")
+
+
+@exercise
 def four_bit_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdict:
-    """Exercise 5: a gather with at most 0.14 of float32's bytes, and 15 steps a row."""
+    """Exercise 6: a gather with at most 0.14 of float32's bytes, and 15 steps a row."""
     return judge_codec(encode, decode, 0.14, "int4", by_row=True)

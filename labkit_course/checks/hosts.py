@@ -1,66 +1,27 @@
 """Checks of lab 8, beyond one machine."""
 
+import re
 import tempfile
 from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from labkit_cluster import theory
+from labkit.errors import LabError
+from labkit_cluster.typed import Terminals
+from labkit_course import job_script, launches
 from labkit_course.checks import judge
-from labkit_course.checks.judge import Verdict, exercise
+from labkit_course.checks.judge import Verdict, WrongAnswer, exercise, expect
+from labkit_course.checks.on_ranks import judge_on_ranks
+from labkit_course.checks.ranks.hosts import CASES
 
 LAB = "hosts"
-# Any order of the operations is right, so rounding may differ.
-TOLERANCES = {"rtol": 1e-9, "atol": 0.0}
-
-
-@exercise
-def place_of(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 1: (index of the host, local rank) of a rank, from (rank, nproc)."""
-    for rank, nproc in ((0, 4), (3, 4), (4, 4), (11, 4), (5, 1), (13, 8)):
-        right = theory.host_and_local_rank(rank, nproc)
-        found = judge.call_answer(answer, rank, nproc=nproc)
-        said = f"{judge.call_text(answer, rank, nproc=nproc)} gave {judge.value_text(found)}"
-        # A list of two is as good as a tuple.
-        is_pair = isinstance(found, list | tuple) and len(found) == 2
-        judge.expect(is_pair, said, right, "Return two numbers: the host, and the local rank.")
-        place = tuple(found)
-        is_reversed = place == right[::-1] != right
-        judge.expect(not is_reversed, f"{said}: the local rank first", right, "The host is first.")
-        judge.expect(place == right, said, right, "Ranks 0 to nproc - 1 are on host 0. Count on.")
-    return judge.passing_verdict("6 ranks placed")
-
-
-@exercise
-def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: bytes out of a host in a step, from (parameter_bytes, hosts, nproc, hybrid)."""
-    size, cases = 1200.0, [(2, 2, False), (2, 2, True), (3, 4, True), (3, 4, False)]
-    for hosts, nproc, hybrid in cases:
-        right = theory.host_egress_bytes(size, hosts, nproc, hybrid=hybrid)
-        asked = judge.call_text(answer, size, hosts=hosts, nproc=nproc, hybrid=hybrid)
-        found = judge.call_answer(answer, size, hosts, nproc, hybrid, in_words=asked)
-        way = "HSDP" if hybrid else "FSDP over all ranks"
-        said = f"with {way}, {asked} gave {judge.value_text(found)}"
-        judge.expect(isinstance(found, Real), said, "a number of bytes")
-        # The parts of a tensor that leave a rank in a ring of all ranks, and in one of the hosts.
-        ring, between = 1 - 1 / (hosts * nproc), 1 - 1 / hosts
-        likely = {
-            "A ring of n ranks sends (n - 1) / n of the tensor for each of the three.": 3 * size,
-            "Parameters are gathered twice: before forward and before backward.": 2 * ring * size,
-            "That is one of the three collectives.": ring * size,
-            "Each of the host's ranks reduces a shard of its own.": 2 * between * size / nproc,
-            "Only one rank of a host sends to another host.": 2 * ring * size * nproc,
-            "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.": 2 * size,
-        }
-        is_right = judge.is_close(found, right, **TOLERANCES)
-        judge.expect(is_right, said, judge.value_text(right), judge.likely_hint(found, likely))
-    return judge.passing_verdict(f"{len(cases)} cases agree")
+RANK_LINE = re.compile(r"^rank (\d+) of 4: .*, sum of ones 4$", re.MULTILINE)
+SIZES = 2, 3
 
 
 @exercise
 def newest_complete(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: the newest checkpoint in a folder that was written to its end, or None."""
+    """Exercise 1: the newest checkpoint in a folder that was written to its end, or None."""
     with tempfile.TemporaryDirectory() as place:
         folder, name = Path(place), judge.answer_name(answer)
         found = judge.call_answer(answer, folder, in_words=f"{name} of an empty folder")
@@ -86,30 +47,95 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
 
 
 @exercise
-def interval_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: seconds between two saves at which the least time is lost, from (save_s,
-    between_failures_s).
-    """
-    cases = [(2.0, 10_000.0), (60.0, 11_136.0), (1.0, 86_400.0)]
-    for save_s, between_s in cases:
-        right = theory.checkpoint_interval_s(save_s, between_s)
-        asked = judge.call_text(answer, save_s, between_s)
-        found = judge.call_answer(answer, save_s, between_s, in_words=asked)
-        said = f"{asked} gave {judge.value_text(found)}"
-        judge.expect(isinstance(found, Real), said, "a number of seconds")
-        expected, product = f"{right:g} s", save_s * between_s
-        # The loss of time shows how much, or how little, the mistake matters.
-        if found > 0:
-            lost, least = (
-                f"{theory.checkpoint_overhead_share(each, save_s, between_s):.1%}"
-                for each in (found, right)
-            )
-            said, expected = f"{said}: that loses {lost} of the time", f"{expected}, with {least}"
-        likely = {
-            "A failure costs half an interval on average, not a whole one.": product**0.5,
-            "That is the least part of the time that is lost.": (2 * save_s / between_s) ** 0.5,
-            "Set the derivative to zero, and solve for the interval itself.": 2 * product,
-        }
-        is_right = judge.is_close(found, right, **TOLERANCES)
-        judge.expect(is_right, said, expected, judge.likely_hint(found, likely))
-    return judge.passing_verdict(f"{len(cases)} cases agree")
+def mend_first(answer: Callable[..., Any], terminals: Terminals | None = None) -> Verdict:
+    """Exercise 2: a launch whose endpoint is a loopback address, mended."""
+    return _judge_launch(answer, "first", terminals)
+
+
+@exercise
+def mend_second(answer: Callable[..., Any], terminals: Terminals | None = None) -> Verdict:
+    """Exercise 3: a launch whose ranks use the wrong network interface, mended."""
+    return _judge_launch(answer, "second", terminals)
+
+
+@exercise
+def mend_third(answer: Callable[..., Any], terminals: Terminals | None = None) -> Verdict:
+    """Exercise 4: a launch that falls back to localhost, with 1 to 2 hosts, mended."""
+    return _judge_launch(answer, "third", terminals)
+
+
+def _judge_launch(answer: Callable[..., Any], name: str, terminals: Terminals | None) -> Verdict:
+    """Type the mended line on both hosts if they are machines; otherwise read it."""
+    line, how = _mended(answer, launches.LINES[name], "line"), "as each host's shell reads it"
+    works, words = None, ""
+    if terminals is not None and terminals.are_machines:
+        (terminals.folder / "who.py").write_text(launches.WHO)
+        said, how = terminals.run(line), "both hosts ran it"
+        ranks = [int(rank) for text in said.values() for rank in RANK_LINE.findall(text)]
+        works = sorted(ranks) == [0, 1, 2, 3]
+        told_lines = [each for text in said.values() for each in launches.telling_lines(text)]
+        words = f"; the last words: {told_lines[-1]}" if told_lines else ""
+    try:
+        told = launches.read_line(line)
+        problem, hint = launches.problem_of(told)
+    except LabError as error:
+        told, problem, hint = {}, str(error), ""
+    # What the hosts did counts more than how the line is read.
+    is_right = not problem if works is None else works
+    seen = f"{problem or 'the ranks are not in one world'}{words}"
+    expect(is_right, seen, "4 ranks in one world", hint)
+    if host := launches.begins_alone(told):
+        said_late = f"both join, but {host} trains alone if the other is late"
+        raise WrongAnswer(said_late, expected="that it waits", hint="Two hosts or none.")
+    return judge.passing_verdict(f"4 ranks in one world ({how})")
+
+
+def _mended(answer: Callable[..., Any], broken: str, what: str) -> str:
+    """Return the text that an answer makes of a broken one."""
+    found = judge.call_answer(answer, broken, in_words=f"{judge.answer_name(answer)}({what})")
+    said = f"{judge.answer_name(answer)}({what}) gave {judge.value_text(found)}"
+    expect(isinstance(found, str), said, f"the mended {what}, as text")
+    unchanged = f"the {what} is as it was: replace returns a new text, and the old if none matches"
+    expect(found.strip() != broken.strip(), unchanged)
+    return str(found)
+
+
+@exercise
+def all_stop(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 5: whether any rank was asked to stop, the same on every rank."""
+
+    def judge_all(ranks: int, outputs: list[dict[str, Any]]) -> None:
+        for case, name in enumerate(CASES):
+            found = [output["stops"][case] for output in outputs]
+            wrong = next((each for each in found if isinstance(each, str)), "")
+            expect(not wrong, f"all_stop returned {wrong}", "True or False")
+            stops = [rank for rank, each in enumerate(found) if each]
+            right = [] if name == "nobody" else list(range(ranks))
+            who = "everybody" if len(stops) == ranks else _ranks_text(stops)
+            split = "The others wait for it in the next step. Let the ranks agree by a collective."
+            hint = split if 0 < len(stops) < ranks else "One rank that is asked is enough."
+            seen = f"if {name} is asked, {who} stops"
+            expect(stops == right, seen, "everybody" if right else "nobody", hint)
+
+    judge_on_ranks(
+        "hosts",
+        answer,
+        judge_all=judge_all,
+        sizes=SIZES,
+        timeout_s=timeout_s,
+        waiting="do all ranks make the same collectives, asked or not?",
+    )
+    return judge.passing_verdict("2 and 3 ranks agree, whoever is asked")
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    return f"only rank {' and '.join(map(str, ranks))}" if ranks else "nobody"
+
+
+@exercise
+def mend_script(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 6: a job's script that saves when it is preempted, and queues again."""
+    script = _mended(answer, job_script.broken_script(), "script")
+    problem, hint = job_script.problem_of(job_script.rehearse(script))
+    expect(not problem, problem, hint=hint)
+    return judge.passing_verdict("both nodes train in one run, save at the signal, and queue again")

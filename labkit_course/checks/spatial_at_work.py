@@ -6,10 +6,18 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from labkit.theory import spatial
 from labkit_course.checks import judge
-from labkit_course.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
-from labkit_course.checks.spatial import judge_on_group, judge_padding, outgoing
+from labkit_course.checks.judge import (
+    Verdict,
+    WrongAnswer,
+    exercise,
+    expect,
+    passing_verdict,
+    value_text,
+)
+from labkit_course.checks.on_ranks import judge_on_ranks
+from labkit_course.checks.ranks.spatial_at_work import BROKEN_EXCHANGES, RIGHT
+from labkit_course.checks.spatial import SIZES, judge_on_group, judge_padding, outgoing
 from labkit_course.checks.traffic import traffic_text
 
 DIMENSIONS = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
@@ -86,18 +94,6 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
 
 
 @exercise
-def strip_step_s(answer: Callable[..., float]) -> Verdict:
-    """Seconds of a step with strips, from the arguments of ``theory.spatial.strip_step_s``."""
-    per_byte = "Each message costs beta for each of its bytes, beside alpha."
-    cases = [
-        (1.0, 4, 0, 0, 0.0, 0.0, "The ranks share the arithmetic."),
-        (1.0, 2, 10, 0, 0.01, 0.0, "Each message costs its latency alpha once."),
-        (1.0, 2, 10, 1000, 0.01, 1e-5, per_byte),
-    ]
-    return judge.judge_cases(answer, spatial.strip_step_s, cases)
-
-
-@exercise
 def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """A broken exchange, without any send, that passes a test with ones, on real ranks."""
 
@@ -110,3 +106,39 @@ def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
     seen = "the test of ones passes, and nothing was exchanged: a test that cannot fail"
     return passing_verdict(seen)
+
+
+@exercise
+def exchange_test(answer: Callable[..., Any], timeout_s: float = 60) -> Verdict:
+    """A test that passes a right halo exchange and fails each broken one, on real ranks."""
+    count = len(BROKEN_EXCHANGES)
+
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        for said in output["said"].values():
+            is_answer = isinstance(said, bool)
+            expect(is_answer, f"the test returned {said}, not True or False", hint="Return a bool.")
+        hint = "Is the image the same on every rank, with zeros beyond its border?"
+        expect(output["said"][RIGHT], "your test fails the right exchange", "True", hint)
+
+    def judge_all(ranks: int, outputs: list[dict[str, Any]]) -> None:
+        slipped = [
+            words for words in BROKEN_EXCHANGES if all(each["said"][words] for each in outputs)
+        ]
+        if slipped:
+            which = "all" if len(slipped) == count else f"{len(slipped)} of"
+            said = f"your test passes the right exchange, and {which} {count} broken ones"
+            ones = "; one that ".join(slipped)
+            raise WrongAnswer(f"{said}: one that {ones}", hint=BROKEN_EXCHANGES[slipped[0]].hint)
+
+    judge_on_ranks(
+        "spatial_at_work",
+        answer,
+        judge=judge_rank,
+        judge_all=judge_all,
+        sizes=SIZES,
+        timeout_s=timeout_s,
+        waiting="does each rank go forward and backward once?",
+        name_rank=True,
+    )
+    seen = f"your test passes the right exchange and fails {count} broken ones"
+    return passing_verdict(f"{seen}, on 4 and 3 ranks")

@@ -296,11 +296,13 @@ def judge_plan(
     passed: str,
     most_sent: Callable[[int], tuple[int, int]] | None = None,
     judge_rest: Callable[[dict[str, Any], int], None] | None = None,
+    hint: str = "A layout in the plan says something about a tensor that is not so.",
 ) -> Verdict:
     """Train with the plan on ranks and on one device, and compare: the output first.
 
     ``most_sent`` returns the calls and bytes along ``tp`` that are enough for that many ranks;
-    ``judge_rest`` looks at what a rank returned, before what it sent.
+    ``judge_rest`` looks at what a rank returned, before what it sent; ``hint`` is shown for wrong
+    gradients.
     """
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
@@ -312,7 +314,6 @@ def judge_plan(
         if "error" in sent:
             said = f"the model does not run with this plan: {_stop_place(sent)}"
             raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
-        hint = "A layout in the plan says something about a tensor that is not so."
         _judge_gradients(sent["gradients"], gradients, hint)
         _judge_plan_memory(sent["held"], gradients)
         if judge_rest:

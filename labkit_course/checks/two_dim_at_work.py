@@ -4,7 +4,11 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
 import labkit
+from labkit.parallel.tensor_parallel import Plan
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise
 from labkit_course.checks.ranks import two_dim as ranks_two_dim
@@ -13,9 +17,10 @@ from labkit_course.checks.two_dim import ACTIVATION_BYTES, judge_plan
 # Hints by collective along an axis, and by axis.
 COUNT_HINTS = {
     "tp/all_reduce": (
-        "Forward, each pair sums its parts; backward, each but the first the gradient of its input."
+        "Each pair sums its parts forward, and once more as it is recomputed; backward, each but "
+        "the first sums the gradient of its input."
     ),
-    "data/all_gather": "Each MLP is a unit of FSDP, gathered for both passes.",
+    "data/all_gather": "Each MLP is a unit of FSDP, gathered for both passes, and not once more.",
     "data/reduce_scatter": "Each unit's gradients are reduced once.",
     "tp": "Along tp activations are added up, which is an all-reduce.",
     "data": "Along data FSDP gathers parameters and reduce-scatters gradients.",
@@ -68,6 +73,33 @@ def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
         return 9, 5 * ACTIVATION_BYTES + 4 * ACTIVATION_BYTES // tp
 
     return judge_plan(answer, "stack", timeout_s, passed, enough, _judge_sequence)
+
+
+@exercise
+def cut_block_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
+    """Exercise 4: a plan for a transformer block whose tokens come in cut, and leave so."""
+    passed = "output and gradients, those of the norms included"
+    hint = "On each rank a norm sees its own tokens. Who adds up the gradients of its weight?"
+    return judge_plan(answer, "cut_block", timeout_s, passed, hint=hint)
+
+
+def our_stack_plan() -> Plan:
+    """Return a right answer to exercise 3, which runs while the learner's is open."""
+    whole, cut = Replicate(), Shard(1)
+    columns = zip(range(3), (whole, cut, cut), strict=True)
+    rows = zip(range(3), (cut, cut, whole), strict=True)
+    first = {f"layers.{i}.in_proj": ColwiseParallel(input_layouts=comes) for i, comes in columns}
+    return first | {f"layers.{i}.out_proj": RowwiseParallel(output_layouts=to) for i, to in rows}
+
+
+def our_block_plan() -> Plan:
+    """Return a right answer to exercise 4, which runs while the learner's is open."""
+    styles = {
+        ("query", "key", "value", "gate", "up"): ColwiseParallel(input_layouts=Shard(1)),
+        ("out", "down"): RowwiseParallel(output_layouts=Shard(1)),
+        ("attention_norm", "mlp_norm"): SequenceParallel(),
+    }
+    return {name: style for names, style in styles.items() for name in names}
 
 
 def _judge_words(sent: Mapping[str, Any], tp: int) -> None:

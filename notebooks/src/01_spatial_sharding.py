@@ -11,8 +11,7 @@
 # - say when cutting images pays, and what to try before.
 #
 # You need PyTorch on one device and lab 0, no GPU. The lab takes about {core_minutes} minutes, and its exercises are
-# marked • (easy) or •• (harder). Lab 01b, *Spatial sharding at work*, adds DTensor's placements and its own
-# convolution, and samples and strips at once.
+# marked • (easy) or •• (harder). Lab 01b adds DTensor's placements, samples and strips at once, and a test of sharding.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -35,7 +34,7 @@ from labkit_course.checks.claims import claim, commit, prediction_text
 doctor.show(lab="1")
 
 # %% [markdown]
-# You may change these parameters; the images and the network are small, so that each run takes seconds on two cores.
+# You may change these parameters. Each run takes seconds on two cores.
 
 # %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128} points=[[2,1,2,8,48],[3,3,4,40,240],[8,12,8,96,256]]
 RANKS: int = 4  # ranks that share an image
@@ -88,8 +87,7 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 
 # %% [markdown]
 # At 4096 pixels a side the activations of a single image no longer fit an H200 with 141 GB, and a smaller batch does
-# not help. So checkpoint first: it brings 155 GB down to about 25, for one more forward pass. That is a third more
-# arithmetic, since a backward pass costs as much as two.
+# not help. So checkpoint first: it brings 155 GB down to about 25, for one more forward pass.
 #
 # Cut the image where that is not enough: a tile of 16,384 pixels does not fit even then, volumes are larger still, and
 # some forecasts are due within seconds. NVIDIA's PhysicsNeMo cuts weather and flow fields like this (`ShardTensor`).
@@ -165,8 +163,7 @@ print(f"loss {loss.item():.3f}")
 # - **Who holds the weights?** All ranks hold all of them. The seed makes them equal, and nothing is sent.
 # - **What is sent?** One mean for each sample and channel. A second convolution would need three columns of its
 #   neighbours' *features*, which no file holds. That message, the halo, is what you build in section 4.
-# - **And the gradients?** What a rank holds after `loss.backward()` is not yet one device's gradient, as section 5 will
-#   show.
+# - **And the gradients?** They are not yet one device's, as section 5 will show.
 #
 # With `-n 1` or `-n 4` the loss stays the same.
 #
@@ -265,13 +262,18 @@ def exchange_halo(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torc
 forward_verdict = checks.halo_exchange(exchange_halo)
 forward_verdict
 
+# %%
+_ = plots.halo_diagram(photo.load_photo()[60:300] // 3 + 170, ranks=4, halo=12, backward=True)
+
 # %% [markdown]
+# *The way back, on the faded image: the halo's part of rank 1's gradient goes home, and its owner adds it (+) to its
+# own. Rank 1 gets two such parts, too.*
+#
 # ### Exercise 3: send the gradients home (••, {minutes} minutes)
 #
-# In the backward pass you get `grad`, the gradient of the padded strip. Its outer columns belong to your neighbours:
-# they are copies of the neighbours' pixels. Send them back, receive what your neighbours send you, and add that to the
-# gradient of your own outer columns. Return the gradient of the strip, which is `2 * halo` columns narrower than
-# `grad`. At the border of the image nobody owns the outer columns.
+# In the backward pass you get `grad`, the gradient of the padded strip. Send its outer columns home, receive what your
+# neighbours send you, and add that to the gradient of your own outer columns. Return the gradient of the strip, which
+# is `2 * halo` columns narrower than `grad`. At the border of the image nobody owns the outer columns.
 #
 # `swap_columns(to_left, to_right, rank, ranks)` sends one tensor to each neighbour, after making it contiguous. It
 # returns what they sent, `(from_left, from_right)`, with zeros at the border.
@@ -358,7 +360,7 @@ function_verdict
 # In lab 0 gradients were averaged, because each rank had samples of its own. Now all ranks have the same samples and
 # the same loss, but each has seen its own columns only. Below, section 2's network with a 1 × 1 convolution runs on
 # four ranks and on one device. In the backward pass `full_tensor()` sends nothing: it hands the gradient of the sum,
-# unchanged, to this rank's term. That is right, because all ranks compute the same loss of the same sum.
+# unchanged, to this rank's term.
 #
 # Each rank reports what part of one device's gradient it holds: the projection (own · whole) / (whole · whole), which
 # is 1 if the two are equal. Commit: what part does each rank hold, roughly, of the convolution's gradient, and of the
@@ -449,7 +451,7 @@ reduce_verdict
 
 # %% [markdown]
 # *Takeaway: ask which samples and pixels a rank's gradient has seen. Parts of one loss are summed, and means over
-# different samples are averaged. DDP around such a network would average, without any error.*
+# different samples are averaged.*
 #
 # ## 6. Your code trains ConvNeXt ({minutes} minutes)
 #
@@ -568,14 +570,12 @@ plots.loss_curves({**broken, "section 6": yours_run}, chance=math.log(10), ax=le
 _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=right)
 
 # %% [markdown]
-# *Left: the loss falls in all four runs. Right: how far each loss is from the right run's. A first step to warm up is
-# not drawn.*
+# *Left: the loss falls in all four runs. Right: how far each loss is from the right run's.*
 #
 # With `averaged` all gradients before the mean are too small by a factor, the number of ranks. Adam divides each
 # gradient by its own size, and so the factor drops out. With SGD the same code would train differently.
 #
-# The loss hides mutation 3, but `labkit.check` does not: all its three lines above say that tensors differ. One of the
-# 57 is enough for that, and the line names the worst. In such names `stages.0` is the stem, and `stages.1` the first block.
+# The loss hides mutation 3, but `labkit.check` does not: all three lines above say that tensors differ.
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -588,8 +588,6 @@ claim("the parity check fails for all three", not any(each.ok for each in checke
 # *Takeaway: a falling loss proves nothing, so compare outputs and every gradient with one device.*
 #
 # ## 8. Memory of a rank ({minutes} minutes)
-#
-# One device, then the same images cut over 2 ranks and over all:
 
 # %%
 runs = {"plain, 1 rank": labkit.run("convnext_spatial", nproc=1, strategy="plain", **SETUP)}
@@ -602,22 +600,19 @@ expected = {
     for name, run in runs.items()
 }
 _ = plots.memory_by_category(runs, predicted=expected)
-held = {name: run.value("peak_activation_bytes") for name, run in runs.items()}
-part = held["local, 2 ranks"] / held["plain, 1 rank"]
-print(f"two ranks: {part:.2f} of one device's activations each")
-uncut = {"weights, bytes": "peak_parameter_bytes", "Adam's state, bytes": "peak_optstate_bytes"}
-pandas.DataFrame({label: {name: run.value(key) for name, key in uncut.items()} for label, run in runs.items()})
 
 # %% tags=["claim"]
+held = {name: run.value("peak_activation_bytes") for name, run in runs.items()}
+part = held["local, 2 ranks"] / held["plain, 1 rank"]
 claim("a little more than a half", 0.5 < part < 0.6, where=TOLD)
 fair = held["plain, 1 rank"] / RANKS
 claim("the halos keep it above a fair share", fair < held[f"local, {RANKS} ranks"] < 1.2 * fair, where=TOLD)
-for key in uncut.values():
+for key in ("peak_parameter_bytes", "peak_optstate_bytes"):
     claim(f"{key} do not shrink", len({run.value(key) for run in runs.values()}) == 1)
 
 # %% [markdown]
 # *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
-# little above a fair share. The table's bytes do not shrink.*
+# little above a fair share.*
 #
 # *Takeaway: cutting images divides the activations. Weights and Adam's state stay whole on every rank.*
 #
@@ -629,7 +624,7 @@ for key in uncut.values():
 #
 # > step = T / n + messages · (latency + bytes / bandwidth)
 #
-# **Emulated: strips beside their rivals.** Four real ranks train a small ConvNeXt, and *wait* as long as imagined
+# Four real ranks train a small ConvNeXt, and *wait* as long as imagined
 # devices and an imagined network would take (`emulate=`). One device needs 600 ms for each image. The network has 4
 # blocks. There are two all-reduces, one of the mean and one of all gradients, flattened as in exercise 5. Each sends
 # 2 (n − 1) messages around a ring. A message takes 3 ms between near devices and 20 ms between distant ones, whatever

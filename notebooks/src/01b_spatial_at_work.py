@@ -4,14 +4,15 @@
 # This companion of lab 1 covers what you meet when you shard images in your own program. After it you can
 #
 # - describe how a tensor is distributed by a mesh and placements;
-# - cut samples and images at the same time, and predict memory, bytes and time;
-# - recognise a test of sharding that cannot fail, and say what DTensor's own convolution does.
+# - cut samples and images at the same time, and predict memory and bytes;
+# - write a test of sharding that can fail, and say what DTensor's own convolution does.
 #
 # You need lab 1. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
 # be read in any order.
 
 # %% tags=["nbval-ignore-output"]
 import math
+from collections.abc import Callable
 
 import numpy
 import pandas
@@ -201,15 +202,34 @@ grid = labkit.run("convnext_spatial", nproc=4, strategy="local", mesh="2x2", **S
 more = {"times_as_many": line.value("send_bytes") / grid.value("send_bytes")}
 plots.comparison_table(more, {"times_as_many": 4}, yours=mine_ratio)
 
-# %% tags=["claim"]
-predicted = spatial.spatial_send_bytes(stages=stages, batch=BATCH // 2, neighbours=1)
-claim("to the byte", grid.value("send_bytes") == predicted)
-
 # %% [markdown]
 # So sharing samples makes halos cheaper. It does not make the gradients cheaper: each rank still has terms of them,
-# and labkit sums them axis by axis, with one all-reduce along `space` and one along `data`. The explorer has all of it
-# at once: strips and halos, a rank's activations against a budget, and the bytes **handed over**, those of the tensors
-# that a rank gives to its sends and all-reduces. Its network is another one, with 4 images.
+# and labkit sums them axis by axis. The table lists all calls of a rank in a step, and the bytes **handed over** in
+# them, those of the tensors that a rank gives to its sends and all-reduces:
+
+# %%
+gradients = 4 * spatial.convnext_parameters(DEPTHS, DIMS, num_classes=10)
+calls = {
+    "sends: halos and their gradients": (
+        2 * sum(DEPTHS),
+        spatial.spatial_send_bytes(stages=stages, batch=BATCH // 2, neighbours=1),
+    ),
+    "all-reduce along space: means over the image": (1, 4 * (BATCH // 2) * DIMS[-1]),
+    "all-reduce along space: all gradients": (1, gradients),
+    "all-reduce along data: all gradients": (1, gradients),
+}
+called = pandas.DataFrame.from_dict(calls, orient="index", columns=["calls", "bytes"])
+called
+
+# %% tags=["claim"]
+sends, sums = called.iloc[0], called.iloc[1:].sum()
+claim("the sends, to the byte", [grid.value("send_count"), grid.value("send_bytes")] == [*sends])
+claim("the all-reduces, to the byte", [grid.value("all_reduce_count"), grid.value("all_reduce_bytes")] == [*sums])
+claim("one all-reduce fewer in a line of four", line.value("all_reduce_count") == sums["calls"] - 1)
+
+# %% [markdown]
+# A line of four needs one all-reduce fewer, since it has one axis. The explorer shows strips and halos, a rank's
+# activations against a budget, and the bytes handed over. Its network is another one, with 4 images.
 #
 # <details><summary>Four ranks share 4 images, as 1 × 4 or as 2 × 2. Which hands over less?</summary>
 #
@@ -265,9 +285,9 @@ def activation_bytes(batch: int, channels: int, height: int, width: int) -> int:
 checks.activation_bytes(activation_bytes)
 
 # %% [markdown]
-# Beside the sum of your function over the two blocks of a network, on half of the width, stands now what two ranks
-# measured. Your sum will be too small: it leaves out the halos, the inputs of the stem's norm and of the downsampling,
-# and the norms' few numbers a pixel, all of which theory counts. By how much?
+# Your sum over the two blocks of a network, on half of the width, will be less than what two ranks measured with
+# PyTorch's `MemTracker`, which follows every tensor of a step. Theory counts what you left out. By how much do you
+# differ?
 
 # %% tags=["nbval-ignore-output"]
 by_you = [activation_bytes(BATCH, stage.channels, stage.height, stage.width // 2) for stage in stages]
@@ -277,65 +297,50 @@ yours = {"peak_activation_bytes": None if None in by_you else sum(by_you)}
 plots.comparison_table(halved, by_theory, yours=yours, tolerance=0.05)
 
 # %% [markdown]
-# The blocks are most of it. The measurement is PyTorch's `MemTracker`, which follows every tensor of a step.
-#
-# *Takeaway: a block keeps twelve times the bytes of its input.*
-#
-# ## 5. Time, and the longer side ({minutes} minutes)
-#
-# ### Exercise 4: the time of a step (•, {minutes} minutes)
-#
-# A step takes `plain_s` on one device. With strips on `ranks` ranks the arithmetic is shared. Besides, each rank waits
-# for its messages, one after another: there are `messages` of them, each of `message_bytes` bytes. Return the seconds
-# of a step.
-#
-# <details><summary>Hint</summary>
-#
-# Arithmetic and messages add up. Every message pays its own latency.
-#
-# </details>
-
+# This table says which bytes are which:
 
 # %%
-def strip_step_s(
-    plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
-) -> float:
-    ### BEGIN SOLUTION
-    return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)
-    ### END SOLUTION
-
-
-# %%
-checks.strip_step_s(strip_step_s)
-
-# %% [markdown]
-# Hold your function against two emulated ranks, as in lab 1: they wait as long as imagined devices and messages would
-# take. One device needs 50 ms for a block's forward pass and 100 for its backward pass, and there are two blocks. A
-# message takes 10 ms, whatever its size. Each block sends one message in each pass. There are two all-reduces, of all
-# gradients and of the mean over the image, and each takes two steps: 8 messages.
-
-# %% tags=["nbval-ignore-output"]
-imagined = labkit.Emulated(latency_us=10_000, forward_ms=50)
-one_image = SETUP | {"batch": 1, "height": 32, "steps": 1}
-emulated = labkit.run("convnext_spatial", nproc=2, strategy="local", emulate=imagined, **one_image)
-promised = strip_step_s(2 * 0.150, 2, 8, 0, 10e-3, 0)
-said = f"{1e3 * promised:.0f} ms" if promised else "nothing yet"
-print(f"a step in strips: {emulated.value('step_ms'):.0f} ms; your function: {said}; one device: 300 ms")
+pixels = [4 * BATCH * stage.height * stage.width for stage in half]  # bytes of one channel of a feature map
+maps = [channels * size for channels, size in zip(DIMS, pixels, strict=True)]  # bytes of a feature map
+kept = {
+    "both blocks, as in exercise 3": 12 * sum(maps),
+    "the halos of their convolutions": sum(4 * BATCH * stage.height * 2 * 3 * stage.channels for stage in half),
+    "norm of the stem: its input": maps[0],
+    "norm of the downsampling: its input and output": 2 * maps[0],
+    "all norms: a mean and a deviation of each pixel": 2 * (3 * pixels[0] + pixels[1]),
+    "freed before the peak: last layer scale's input": -maps[1],
+}
+kept["theory"] = sum(kept.values())
+pandas.Series(kept).to_frame("bytes")
 
 # %% tags=["claim"]
-claim("8 messages", emulated.value("send_count") + 2 * emulated.value("all_reduce_count") == 8)
-claim("230 ms, and what is really computed", 0.228 < emulated.value("step_ms") / 1e3 < 0.28, where=WIDTH <= 256)
+claim("the parts are all of theory", kept["theory"] == by_theory["peak_activation_bytes"])
+claim("theory is right to 1 %", abs(halved.value("peak_activation_bytes") / kept["theory"] - 1) < 0.01)
+claim("the blocks are most of it", kept["both blocks, as in exercise 3"] > 0.7 * kept["theory"])
 
 # %% [markdown]
-# What if images grow? Here they are twice as wide, still on two ranks. The arithmetic is a formula, operations by size,
-# and the halos' bytes are measured.
+# *Takeaway: a block keeps twelve times the bytes of its input.*
+#
+# ## 5. The longer side ({minutes} minutes)
+#
+# Lab 1 gave the time of a step in strips: T / n + messages · (latency + bytes / bandwidth). What if images grow? Here
+# they are twice as wide, still on two ranks. Commit: by what factor do the arithmetic and the halos' bytes grow?
+
+# %% tags=["commit"]
+mine_growth = commit(arithmetic=None, halos=None)
+### BEGIN SOLUTION
+mine_growth = commit(arithmetic=2, halos=1)
+### END SOLUTION
+
+# %% [markdown]
+# The arithmetic is a formula, operations by size, and the halos' bytes are measured.
 
 # %%
 wide = labkit.run("convnext_spatial", nproc=2, strategy="local", **SETUP | {"width": 2 * WIDTH, "steps": 1})
 wide_stages = spatial.convnext_stages(HEIGHT, 2 * WIDTH, DEPTHS, DIMS)
-pixels = [sum(each.channels**2 * each.height * each.width * each.depth for each in s) for s in (stages, wide_stages)]
-grown = {"arithmetic": pixels[1] / pixels[0], "halos": wide.value("send_bytes") / halved.value("send_bytes")}
-print("with twice the width,", ", ".join(f"{name}: × {factor:g}" for name, factor in grown.items()))
+work = [sum(each.channels**2 * each.height * each.width * each.depth for each in s) for s in (stages, wide_stages)]
+grown = {"arithmetic": work[1] / work[0], "halos": wide.value("send_bytes") / halved.value("send_bytes")}
+plots.comparison_table(grown, yours=mine_growth)
 
 # %% tags=["claim"]
 claim("twice the width doubles the arithmetic, and the halos stay", grown == {"arithmetic": 2, "halos": 1})
@@ -350,7 +355,7 @@ claim("twice the width doubles the arithmetic, and the halos stay", grown == {"a
 # Somebody tests an exchange with an image of ones: each padded strip must be ones, with zeros at the border of the
 # image.
 #
-# ### Exercise 5: fool the test (••, {minutes} minutes)
+# ### Exercise 4: fool the test (••, {minutes} minutes)
 #
 # Show that this test is worthless. Write an "exchange" that **sends nothing** and passes it.
 #
@@ -385,7 +390,7 @@ fooled_verdict
 
 # %%
 def swapped(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torch.Tensor:
-    """Swap the halos: another broken exchange, so that the next line can show it until exercise 5 is solved."""
+    """Swap the halos: another broken exchange, so that the next line can show it until exercise 4 is solved."""
     padded = pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
     return torch.cat([padded[..., -halo:], strip, padded[..., :halo]], dim=-1)
 
@@ -397,7 +402,60 @@ print(labkit.check("convnext_spatial", nproc=RANKS, width=WIDTH, strategy="yours
 # %% [markdown]
 # They differ, so the check has caught it.
 #
-# *Takeaway: a test of sharding needs weights and images that differ everywhere.*
+# ### Exercise 5: write a test that can fail (••, {minutes} minutes)
+#
+# Now write a better test. It runs on every rank, and gets `exchange(strip, halo, rank, ranks)`, which autograd can
+# differentiate, like lab 1's `HaloExchange.apply`. Choose an image, a halo, and the gradient that you pass to
+# `backward`. Return True if this rank's padded strip, and the gradient of its strip, are those that one device
+# computes.
+#
+# The check hands your test a right exchange and seven broken ones, on real ranks. It must return True for the right
+# one on every rank, and False for each broken one on at least one rank. Go forward and backward first, and compare at
+# the end: a rank that returns early leaves its neighbours waiting.
+#
+# <details><summary>Hint 1</summary>
+#
+# Which mistakes would an image of ones hide? A single image? A gradient of ones, as from `padded.sum()`? With the same
+# seed every rank can draw the same whole image, and all ranks' gradients.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# On one device a padded strip is a view of the padded image: `whole = torch.nn.functional.pad(image, (3, 3))`, and with
+# strips of 8 columns `whole[..., 8 * rank : 8 * rank + 14]`. Make the views of all ranks.
+#
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `torch.autograd.backward(views, gradients)` goes backward from all views at once, and `image.grad` has the sum. Then
+# `padded = exchange(strip, 3, rank, ranks)`, `padded.backward(gradients[rank])`, and two times `torch.allclose`.
+#
+# </details>
+
+
+# %%
+def exchange_test(exchange: Callable[..., torch.Tensor], rank: int, ranks: int) -> bool:
+    ### BEGIN SOLUTION
+    torch.manual_seed(0)  # every rank draws the same
+    image = torch.randn(2, 3, 5, 8 * ranks, requires_grad=True)
+    whole = torch.nn.functional.pad(image, (3, 3))
+    views = [whole[..., 8 * each : 8 * each + 14] for each in range(ranks)]  # the padded strip of each rank
+    gradients = [torch.randn_like(view) for view in views]
+    torch.autograd.backward(views, gradients)  # one device
+    strip = image.detach().chunk(ranks, dim=-1)[rank].clone().requires_grad_()
+    padded = exchange(strip, 3, rank, ranks)
+    padded.backward(gradients[rank])
+    right = image.grad.chunk(ranks, dim=-1)[rank]
+    return torch.allclose(padded, views[rank]) and torch.allclose(strip.grad, right)
+    ### END SOLUTION
+
+
+# %%
+checks.exchange_test(exchange_test)
+
+# %% [markdown]
+# *Takeaway: a test of sharding needs images, weights and gradients that differ everywhere. Before you trust it, break
+# the code and see it fail.*
 #
 # ## 7. A silent error in the wild ({minutes} minutes)
 #
@@ -507,12 +565,12 @@ print(f"the broken run's first loss is {first:.4f}, one device's is ln(10) = {ma
 runs = {"plain, 1 rank": labkit.run("convnext_spatial", nproc=1, strategy="plain", **SETUP), "local, 2 ranks": halved}
 runs["dtensor, 2 ranks"] = labkit.run("convnext_spatial", nproc=2, strategy="dtensor", **SETUP)
 _ = plots.latency_bars(runs)
-print({name: f"{int(run.value('all_reduce_count'))} all-reduces" for name, run in runs.items() if run.world_size > 1})
+reduces = {name: int(run.value("all_reduce_count")) for name, run in runs.items() if run.world_size > 1}
+print({name: f"{count} all-reduces" for name, count in reduces.items()})
 
 # %% tags=["claim"]
 slower = runs["dtensor, 2 ranks"].value("backward_ms") > halved.value("backward_ms")
 claim("dtensor's backward pass takes longer than local's", slower, where=STEPS >= 10)
-reduces = {name: int(run.value("all_reduce_count")) for name, run in runs.items() if run.world_size > 1}
 claim("more than ten times as many all-reduces", reduces["dtensor, 2 ranks"] > 10 * reduces["local, 2 ranks"])
 reference = runs["plain, 1 rank"].losses
 worst = max(((run.losses - reference).abs() / reference).max() for run in runs.values())
@@ -521,18 +579,19 @@ claim("every loss equals one device's to 1 part in 10,000, at every step", worst
 # %% [markdown]
 # *`dtensor` takes longest, and makes more than ten times as many all-reduces.*
 #
-# Even `local` is not twice as fast as one rank. Exercise 4's formula assumes a device for each rank, while on
+# Even `local` is not twice as fast as one rank. Lab 1's formula assumes a device for each rank, while on
 # this machine one rank has all cores to itself, and two have to share them.
 #
 # Besides its all-reduces, DTensor costs **dispatch**: for each operation PyTorch looks at the placements of the inputs,
-# decides how the output is placed, and wraps the result. Here is one addition, of few elements and of many, with the
-# fastest of ten rounds.
+# decides how the output is placed, and wraps the result. Here is one addition, of few elements and of many, and a small
+# all-reduce, each with the fastest of ten rounds.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --name dispatch
 import timeit
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -545,19 +604,27 @@ for size, times in {4: 100, 2**22: 3}.items():
     for name, x in {"plain": plain, "dtensor": distributed}.items():
         x + x  # fills the cache of placements
         report(**{f"{name}_{size}": min(timeit.repeat(lambda x=x: x + x, number=times, repeat=10)) / times * 1e6})
+bucket = torch.ones(1024)
+report(all_reduce=min(timeit.repeat(lambda: dist.all_reduce(bucket), number=100, repeat=10)) / 100 * 1e6)
 
 # %% tags=["nbval-ignore-output"]
 costs = dispatch.ranks[0].reported
 for size in (4, 2**22):
     each = f"plain tensor {costs[f'plain_{size}']:.1f} µs, DTensor {costs[f'dtensor_{size}']:.1f} µs"
     print(f"one addition of {size:,} elements: {each}")
+longer_ms = runs["dtensor, 2 ranks"].value("step_ms") - halved.value("step_ms")
+more_reduces = reduces["dtensor, 2 ranks"] - reduces["local, 2 ranks"]
+reduces_ms = more_reduces * costs["all_reduce"] / 1e3
+print(f"dtensor's step takes {longer_ms:.1f} ms longer; {more_reduces} more all-reduces take {reduces_ms:.1f} ms of it")
 
 # %% tags=["claim"]
 claim("a small addition costs more than three times as much on a DTensor", costs["dtensor_4"] > 3 * costs["plain_4"])
 claim("a large one less than twice as much", costs[f"dtensor_{2**22}"] < 2 * costs[f"plain_{2**22}"])
+claim("the all-reduces by themselves are not the whole difference", reduces_ms < longer_ms, where=STEPS >= 10)
 
 # %% [markdown]
-# The cost is per operation and not per element, so with large tensors it is lost in the arithmetic.
+# The cost is per operation and not per element, so with large tensors it is lost in the arithmetic. The last line sets
+# what the all-reduces take by themselves beside the whole difference; the rest is dispatch, and ranks that wait.
 #
 # *Takeaway: DTensor costs microseconds an operation; count the collectives that it makes for you.*
 #

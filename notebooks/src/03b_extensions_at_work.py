@@ -2,13 +2,12 @@
 # # Lab 3b. All-gather extensions at work: TwoTensor
 #
 # In lab 3 two hooks sat on a plain tensor. Whatever replaces that tensor loses them, as `to_empty` does. A parameter
-# *type* has its hooks wherever its tensors are made anew, which is why torchao's
-# float8 parameter is a tensor subclass. In this companion you build the smallest such type, `TwoTensor`. After it you
-# can
+# *type* has its hooks wherever its tensors are made anew, which is why torchao's float8 parameter is a tensor subclass.
+# In this companion you build the smallest such type, `TwoTensor`. After it you can
 #
 # - write a tensor subclass that sees every operation, with FSDP2's hooks as methods;
-# - prove on real ranks that it trains as plain parameters do, and see which mistake this proof cannot find;
-# - let it compute in another dtype, start it from the meta device, and pack two numbers into a byte.
+# - prove on real ranks that it trains as plain parameters do, and choose a test that sees what this proof cannot;
+# - let it compute in another dtype, start it from the meta device, and make a type that sends four bits a number.
 #
 # You need lab 3. The notebook takes about {core_minutes} minutes, and section 4 can be worked alone.
 
@@ -34,7 +33,7 @@ BATCH: int = 64  # tiles of a rank in a step
 
 # %%
 require("RANKS", RANKS, at_least=2, at_most=8, because="one rank has nothing to gather, and more than 8 take minutes")
-require("DIM", DIM, at_least=1, because="a layer needs a width")
+require("DIM", DIM, at_least=128, multiple_of=2, because="section 4 sends rows of 128 numbers or more in pairs")
 require("BATCH", BATCH, at_least=1, because="a step needs a tile")
 labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
@@ -218,8 +217,8 @@ _ = plots.hook_memory("TwoTensor")
 # tuple of the tensors in whose memory it lies. At later calls fill `out` and return nothing.
 #
 # With a policy a unit computes in another dtype, `param_dtype`; without one that is the shard's own. If it is another,
-# the gathered tensors cannot be the parameter, and a cast makes new memory. Where the dtype is right already, nothing may be copied. `refill(tensor, gathered)` copies
-# gathered rows into a half.
+# the gathered tensors cannot be the parameter, and a cast makes new memory. Where the dtype is right already, nothing may
+# be copied. `refill(tensor, gathered)` copies gathered rows into a half.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -323,7 +322,8 @@ claim("in as many calls", two.value("all_gather_count") == plain.value("all_gath
 # twice, and halving the sum of two ranks is exact. There are as many calls as with plain parameters, because the tensors
 # of a unit travel together.
 #
-# **What parity cannot see.** The next hook has a mistake: it sends `a` twice.
+# **What parity cannot see.** Each of the next two hooks has a mistake. The first sends `a` twice. The second puts the
+# rows of zeros in front of the shard's own rows, and not behind them.
 
 
 # %%
@@ -332,36 +332,85 @@ def only_a(self, mesh, outer_size, outer_stride, module, mp_policy):
     return (pad_rows(self.a, rows), pad_rows(self.a, rows)), None
 
 
+def zeros_first(self, mesh, outer_size, outer_stride, module, mp_policy):
+    rows = -(-outer_size[0] // mesh.size())
+    return tuple(pad_rows(half.flip(0), rows).flip(0) for half in (self.a, self.b)), None
+
+
 class OnlyA(working):
     fsdp_pre_all_gather = only_a
 
 
+class ZerosFirst(working):
+    fsdp_pre_all_gather = zeros_first
+
+
 # %% [markdown]
-# Commit: which largest relative difference does the same check of parity find now?
+# The check's network has weights of 32 and of 8 rows. It runs on 2 ranks as above, and with the second hook also on 3.
+# Commit: what is the largest relative difference in each of the three runs? Write 0 for none, and 1 for one that nobody
+# can take for rounding.
 
 # %% tags=["commit"]
-mine_only_a = commit(difference=None)
+mine_seen = commit(only_a=None, zeros_first=None, zeros_first_on_3=None)
 ### BEGIN SOLUTION
-mine_only_a = commit(difference=0)  # both halves are the weight, whichever of them travels
+mine_seen = commit(only_a=0, zeros_first=0, zeros_first_on_3=1)  # 32 and 8 are even, and no multiples of 3
 ### END SOLUTION
 
 # %%
-missed = labkit.check("allgather_extensions", use=in_both_halves(OnlyA), **PARITY)
-print(f"difference: {missed.value('max_rel_error'):g}; you: {prediction_text(mine_only_a['difference'], 'g')}")
-
-# %% [markdown]
-# Parity passes, because the two halves are equal, and so this test cannot see which one travelled. The check of exercise 3
-# takes halves of opposite sign and looks at both, and its verdict is red, as it should be:
+ON_3 = PARITY | {"nproc": 3, "steps": 3}
+seen = {
+    "only_a": labkit.check("allgather_extensions", use=in_both_halves(OnlyA), **PARITY),
+    "zeros_first": labkit.check("allgather_extensions", use=in_both_halves(ZerosFirst), **PARITY),
+    "zeros_first_on_3": labkit.check("allgather_extensions", use=in_both_halves(ZerosFirst), **ON_3),
+}
+right_on_3 = labkit.check("allgather_extensions", use=in_both_halves(working), **ON_3).value("max_rel_error")
+differences = {name: result.value("max_rel_error") for name, result in seen.items()}
+print("\n".join(f"{name}: {off:.1g}; you: {prediction_text(mine_seen[name])}" for name, off in differences.items()))
+print(f"the right hooks, on 3: {right_on_3:.0e}")
 
 # %% tags=["claim"]
-claim("parity passes where one half is never sent", missed.ok)
+claim("parity passes where one half is never sent", seen["only_a"].ok and differences["only_a"] == 0)
+claim("and on 2 ranks where zeros come first", seen["zeros_first"].ok and differences["zeros_first"] == 0)
+claim("on 3 ranks it is red", not seen["zeros_first_on_3"].ok and differences["zeros_first_on_3"] > 0.1)
+claim("with the right hooks there is only rounding", 0 < right_on_3 < 1e-6)
+
+# %% [markdown]
+# Twice parity passed with a wrong hook. In the first run the two halves are equal, so that nobody sees which of them
+# travelled. In the second one all shards have equally many rows, and nothing is padded. On 3 ranks the last shard is
+# shorter, and the difference is plain. Even the right hooks do not reach 0 there, because a division by 3 rounds, but
+# they stay below a millionth. A test must be able to fail.
+#
+# ### Exercise 5: a test that can fail (•, {minutes} minutes)
+#
+# Another test shards one `TwoTensor` over real ranks, gathers it, and passes if both halves are what they were. Choose
+# what it gathers: return `a` and `b`, both [rows, columns] in float32, and the number of ranks, from 2 to 4. The check
+# runs the test with the right hook and with six wrong ones. Your choice is right if the test fails with each of the six.
+#
+# <details><summary>Hint 1</summary>
+#
+# One wrong hook sends `a` twice. How do `a` and `b` have to differ? Another one leaves out the padding. When is there any?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Random numbers are equal to nothing by chance: `torch.randn(rows, columns)`.
+#
+# </details>
+
 
 # %%
-checks.pre_all_gather(only_a)
+def halves() -> tuple[torch.Tensor, torch.Tensor, int]:
+    ### BEGIN SOLUTION
+    return torch.randn(5, 4), torch.randn(5, 4), 3
+    ### END SOLUTION
+
+
+# %%
+checks.halves(halves)
 
 # %% [markdown]
 # *Takeaway: a parameter type brings its hooks along. A test that should tell two tensors apart needs two that differ, and
-# has to look at both.*
+# one that should see the padding needs shards of unequal length.*
 #
 # ## 3. From the meta device ({minutes} minutes)
 #
@@ -408,7 +457,7 @@ claim("all parameters trained", built.ok and built.value("trained") == built.val
 widgets.GatherExplorer()
 
 # %% [markdown]
-# ### Exercise 5: four bits (••, {minutes} minutes)
+# ### Exercise 6: four bits (••, {minutes} minutes)
 #
 # Two numbers of 4 bits fit into a byte. Write encode and decode as in lab 3, and send at most 0.14 of float32's bytes,
 # with a scale for each row. No weight may be off by more than 1/14 of the largest in its row: that is half a step, if 7
@@ -451,7 +500,78 @@ def decode_4bit(gathered: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch
 
 
 # %%
-checks.four_bit_gather(encode_4bit, decode_4bit)
+four_verdict = checks.four_bit_gather(encode_4bit, decode_4bit)
+four_verdict
+
+# %% [markdown]
+# **A type of four bits.** Now your functions become a parameter type. To the optimizer a `FourBit` is the float32 shard
+# that it holds; only its hooks know of four bits.
+
+# %%
+int4 = tensors.make_quantised_extension("int4")  # stands in while your functions are open
+encode, decode = (encode_4bit, decode_4bit) if four_verdict.ok else (int4.encode, int4.decode)
+
+
+class FourBit(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        how = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        four = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)
+        four.inner = inner.detach()
+        return four
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda four: four.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+
+# %% [markdown]
+# Its hooks are below. The first one has the short form, because with the long one FSDP2 insists that a shorter shard is
+# padded to rows as wide as the parameter's, and packed rows are half as wide. So a `FourBit` needs shards of equal
+# length, which two ranks have here. The second hook returns the decoded parameter, a plain tensor.
+
+
+# %%
+def send_4bit(self, mesh):
+    return encode(self.inner), None
+
+
+def receive_4bit(self, gathered, note, param_dtype, *, out=None):
+    whole = decode(gathered, param_dtype)
+    if out is None:
+        return whole, (whole,)
+    refill(out, whole)
+
+
+FourBit.fsdp_pre_all_gather, FourBit.fsdp_post_all_gather = send_4bit, receive_4bit
+
+# %% [markdown]
+# Every weight of this notebook's network becomes a `FourBit`. Its rows have 255 numbers on average, and one scale each.
+# Commit: what part of plain parameters' bytes do the all-gathers of a step carry?
+
+# %% tags=["commit"]
+mine_four = commit(bytes_part=None)
+### BEGIN SOLUTION
+mine_four = commit(bytes_part=4 / 32 + 32 / (32 * 255))  # four bits a number, and 32 for each row's scale
+### END SOLUTION
+
+# %%
+plain_on_2 = labkit.run("allgather_extensions", extension="none", **SHORT | {"nproc": 2})
+four = labkit.run("allgather_extensions", extension="your_type", use={"parameter": FourBit}, **SHORT | {"nproc": 2})
+part = four.value("all_gather_bytes") / plain_on_2.value("all_gather_bytes")
+print(f"{part:.3f} of the bytes; you: {prediction_text(mine_four['bytes_part'], '.3f')}")
+print(f"no weight is off by more than {four.value('weight_error'):.3f} of the largest of its parameter")
+
+# %% tags=["claim"]
+claim("an eighth, and the scales", 1 / 8 < part < 0.14)
+numbers = plain_on_2.value("all_gather_bytes") / 4  # two ranks hand over a half each, in each of two gathers
+rows = (four.value("all_gather_bytes") - numbers / 2) / 4
+claim("rows of 255 numbers on average", round(numbers / rows) == 255, where=DIM == 128)
+claim("half a step of seven", 0 < four.value("weight_error") <= 1 / 14 + 1e-4)
 
 # %% [markdown]
 # With 4 bits a scale for each row is coarse. Formats in use give one to each block of 16 or 32 numbers.

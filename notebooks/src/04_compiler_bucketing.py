@@ -710,28 +710,68 @@ claim("both send six messages", [each.value("all_reduce_count") for each in batc
 #
 # ## 8. What `torch.compile` does with the buckets ({minutes} minutes)
 #
-# In `torch.compile(DistributedDataParallel(model))` the compiler turns the forward pass into a **graph**, a list of
-# operations, and makes one program of it and one of its backward pass. That is a problem for DDP: hooks fire when
-# gradients are complete, and *one* backward program hands over all gradients at its end.
+# The compiler turns the forward pass into a **graph**, a list of operations, and makes one program of it and one of its
+# backward pass. That is a problem for DDP: hooks fire when gradients are complete, and *one* backward program hands
+# over all gradients at its end.
 #
 # So by default PyTorch **cuts the graph where buckets end**. The part that does it, DDPOptimizer, plans buckets of its
 # own, from whole layers, and gives each piece a backward program of its own; between two of them the hooks fire.
-# `torch._dynamo.config.optimize_ddp = False` switches it off.
 #
-# Six layers of 600 × 600, 1.4 MiB each, train with `bucket_cap_mb=1`, emulated: forward pass 60 ms, backward 180, alpha
-# 15 ms, all bytes 60. Without the compiler each layer's message takes 15 + 10 ms and hides behind the 30 ms of the next
-# layer, so that only the last one is exposed: a step takes 60 + 180 + 25 = 265 ms.
+# Below, six layers of 600 × 600, 1.4 MiB each, are compiled with `bucket_cap_mb=1`, once cut and once whole. The cell
+# logs each backward program, followed by the gradients that it completes and the buckets that leave.
+
+
+# %%
+def note_programs(loss: torch.Tensor, seen: list[str]) -> None:
+    """Note in `seen` when each compiled backward program of this loss begins."""
+    node = loss.grad_fn
+    while node:
+        if "Compiled" in node.name():
+            node.register_prehook(lambda _: seen.append("\n  program:"))
+        before = [each for each, _ in node.next_functions if each and "Accumulate" not in each.name()]
+        node = before[0] if before else None
+
+
+# %%
+# %%torchrun -n 2 --name logged --use note_programs
+import logging
+
+import torch._dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.models.chain import LinearChain
+from labkit.parallel.ddp import note_order
+from labkit.rank import report
+
+dist.init_process_group()
+torch._logging.set_logs(all=logging.ERROR)  # no warnings about DDP's marks for profilers
+for name, cuts in {"cut": True, "whole": False}.items():
+    torch._dynamo.config.optimize_ddp = cuts  # True is the default
+    model = DistributedDataParallel(LinearChain(600, layers=6), bucket_cap_mb=1)
+    compiled = torch.compile(model, backend="aot_eager")  # left out, it takes a C++ compiler
+    seen = note_order(model)
+    for _ in range(2):  # the first step only tells the reducer the order
+        loss = compiled(torch.ones(8, 600)).sum()
+        note_programs(loss, seen)
+        seen.clear()
+        loss.backward()
+    report(**{name: seen})
+    print(name, *seen)
+    torch.compiler.reset()
+
+# %% [markdown]
+# Cut, a bucket leaves at the end of each program. A program hands over a weight *before* its bias, and the reducer has
+# rebuilt its buckets by that: each weight closes one, and the last bias is left over. As one graph, the gradients come
+# in an order of their own, but none before the whole backward pass is computed.
 #
-# A compiled program hands over a layer's weight *before* its bias, and the reducer rebuilds its buckets by that. Each
-# weight closes a bucket: `fc6.weight` alone, then `fc6.bias` with `fc5.weight`, and so on to `fc2.bias` with
-# `fc1.weight`, and 2 KB of `fc1.bias` are left over. As one graph the order is another, but there are as many buckets.
-# Commit: into how many graphs does DDPOptimizer cut the network, how long does a step take then, and how long if it is
-# switched off?
+# Now the same under emulation: forward pass 60 ms, backward 180, alpha 15 ms, all bytes 60. Not compiled, each layer's
+# message takes 15 + 10 ms and hides behind the 30 ms of the next layer, so that only the last one is exposed: a step
+# takes 60 + 180 + 25 = 265 ms. Commit: how long does it take cut, and how long as one graph?
 
 # %% tags=["commit"]
-mine_compiled = commit(graphs=None, cut_ms=None, whole_ms=None)
+mine_compiled = commit(cut_ms=None, whole_ms=None)
 ### BEGIN SOLUTION
-mine_compiled = commit(graphs=6, cut_ms=60 + 180 + 25 + 15, whole_ms=60 + 180 + 7 * 15 + 60)
+mine_compiled = commit(cut_ms=60 + 180 + 25 + 15, whole_ms=60 + 180 + 7 * 15 + 60)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
@@ -746,21 +786,25 @@ HOW = {"bucket_mb": 1.0, "timeline": True, "emulate": wire}
 compiled = labkit.compare("ddp_compile", programs, rounds=1, **HOW, **TRAIN, **LARGE)
 plain, cut, whole = compiled.values()
 _ = plots.timelines_by_run(compiled)
-found = {"graphs": cut.value("graphs"), "cut_ms": cut.value("step_ms"), "whole_ms": whole.value("step_ms")}
-formula = {"graphs": 6, "cut_ms": 60 + 180 + 25 + 15, "whole_ms": 60 + 180 + 7 * 15 + 60}
-sent = cut.frame.query("kind == 'bucket' and rank == 0").groupby("index")["name"].apply(list)
-print("sent when cut:", *(" + ".join(names) for names in sent), sep="\n  ")
+found = {"cut_ms": cut.value("step_ms"), "whole_ms": whole.value("step_ms")}
+formula = {"cut_ms": 60 + 180 + 25 + 15, "whole_ms": 60 + 180 + 7 * 15 + 60}
 table = pandas.DataFrame({"yours": mine_compiled, "formula": formula, "measured": found})
 table.round().convert_dtypes().astype(object).fillna("no prediction")
 
 # %% tags=["claim"]
+logs = {name: "".join(seen).split("\n  program:")[1:] for name, seen in logged.ranks[0].reported.items()}
+claim("six programs, or one", [len(each) for each in logs.values()] == [6, 1])
+claim("cut, a bucket leaves in each program", all("leaves" in each for each in logs["cut"]))
+sent = cut.frame.query("kind == 'bucket' and rank == 0").groupby("index")["name"].apply(list)
+between = [[f"fc{layer}.bias", f"fc{layer - 1}.weight"] for layer in range(6, 1, -1)]
+claim("each weight closes a bucket", [*sent] == [["fc6.weight"], *between, ["fc1.bias"]])
+in_log = [each.count("leaves") for each in map("".join, logged.ranks[0].reported.values())]
+counts = [result.value("all_reduce_count") for result in (cut, whole)]
+claim("seven messages, cut or whole", in_log == counts == [7, 7])
+claim("a graph for each bucket, or one", (cut.value("graphs"), whole.value("graphs")) == (6, 1))
 both_s = [emulated_steps.ddp_step_s(wire, RANKS, bucket_mb=1.0, way=way, **LARGE) for way in ("eager", "compiled")]
 claim("265 ms, and 15 more when cut", [round(1e3 * step_s) for step_s in both_s] == [265, formula["cut_ms"]])
 claim("the formula is within 10 %", all(abs(found[name] / formula[name] - 1) < 0.1 for name in formula))
-between = [[f"fc{layer}.bias", f"fc{layer - 1}.weight"] for layer in range(6, 1, -1)]
-claim("each weight closes a bucket", [*sent] == [["fc6.weight"], *between, ["fc1.bias"]])
-claim("seven messages, cut or whole", cut.value("all_reduce_count") == whole.value("all_reduce_count") == 7)
-claim("a graph for each bucket, or one", (cut.value("graphs"), whole.value("graphs")) == (6, 1))
 claim("as one graph it is slower by more than a third", whole.value("step_ms") > 1.33 * cut.value("step_ms"))
 exposed = [result.value("exposed_communication") / result.value("communication") for result in (cut, whole)]
 claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exposed[1] > 0.9)
@@ -768,9 +812,8 @@ claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exp
 # %% [markdown]
 # *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards.*
 #
-# Cut, `fc1.bias` is a seventh message, for one more alpha: 60 + 180 + 25 + 15 = 280 ms. Six graphs send seven messages,
-# because DDPOptimizer cuts between whole layers and the reducer does not. As one graph, seven messages follow the whole backward
-# pass: 60 + 180 + 7 · 15 + 60 = 405 ms.
+# Cut, the last bias costs one more alpha: 60 + 180 + 25 + 15 = 280 ms. As one graph, seven messages follow the whole
+# backward pass: 60 + 180 + 7 · 15 + 60 = 405 ms.
 #
 # The emulated device computes as long compiled as not, but cutting has a price: the compiler cannot fuse operations
 # across pieces. The companion 04b looks at where the cuts lie, and at all-reduces *inside* the compiled program.

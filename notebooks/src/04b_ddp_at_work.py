@@ -4,27 +4,31 @@
 # This companion of lab 4 has what you meet once DDP trains a model of your own. After it you can
 #
 # - read DDP's complaint about parameters without a gradient;
-# - see whether `no_sync` really sends nothing, and write a communication hook that sends half the bytes;
+# - count what `no_sync` leaves unsent, and write a communication hook that sends half the bytes;
 # - compute the smallest bucket that hides, from latency, bandwidth and the backward pass;
-# - say where `torch.compile` cuts a DDP model, and read a compiled backward pass that contains its all-reduces.
+# - log when a compiled DDP model sends, and read a compiled backward pass that contains its all-reduces.
 #
 # You need lab 4. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
-# be read in any order. Section 6 needs a C++ compiler.
+# be read in any order. Sections 5 and 6 need a C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
+import contextlib
+import copy
 import logging
 
 import pandas
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import labkit
 from labkit import doctor, inductor, plots
 from labkit.config import require
+from labkit.models.chain import LinearChain
+from labkit.parallel.ddp import note_order
 from labkit.theory import ddp as theory
+from labkit.theory import emulated_steps
 from labkit.theory.collectives import AlphaBeta
 from labkit_course import widgets
 from labkit_course.checks import ddp_at_work as checks
@@ -91,51 +95,66 @@ for _ in range(2):
 #
 # *Takeaway: look for the unused layer before you reach for `find_unused_parameters`.*
 #
-# ## 2. Does `no_sync` send nothing? ({minutes} minutes)
+# ## 2. What `no_sync` sends, and what it leaves ({minutes} minutes)
 #
-# Three micro-batches run one after the other inside `no_sync`. In the first way both passes of each are inside; in the
-# second the forward pass stands before the `with`, and only the backward pass is inside. The model is so small that all
-# its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in the three backward passes together?
+# Three micro-batches make one step, and it is accumulated in three ways:
+#
+# - *both passes*: the first two run inside `no_sync`, and the last one outside, as in lab 4.
+# - *backward alone*: the same, but only the backward passes of the first two are inside.
+# - *last one too*: both passes of all three are inside.
+#
+# The model is so small that all its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in
+# the step? Decide as well which ways leave the gradient of one device that saw the samples of all ranks. The table says
+# how far each is off: 0.5 is half of the right gradient's length.
 
 # %% tags=["commit"]
-mine_leaves = commit(both_passes=None, backward_alone=None)
+mine_leaves = commit(both_passes=None, backward_alone=None, last_one_too=None)
 ### BEGIN SOLUTION
-mine_leaves = commit(both_passes=0, backward_alone=3)
+mine_leaves = commit(both_passes=1, backward_alone=3, last_one_too=0)
 ### END SOLUTION
 
 # %%
 # %%torchrun -n 2 --name synced
-from torch.nn.parallel import DistributedDataParallel
-
 from labkit.parallel.ddp import note_order
 from labkit.rank import report
 
 dist.init_process_group()
-model = DistributedDataParallel(nn.Linear(8, 8))
-seen, inputs = note_order(model), torch.ones(4, 8)
-for _ in range(3):
-    with model.no_sync():
-        model(inputs).sum().backward()
-report(both_passes=sum("leaves" in event for event in seen))
-seen.clear()
-for _ in range(3):
-    loss = model(inputs).sum()
-    with model.no_sync():
-        loss.backward()
-report(backward_alone=sum("leaves" in event for event in seen))
+torch.manual_seed(0)  # all ranks draw the same, and each takes its own samples
+samples = torch.randn(3, dist.get_world_size(), 4, 8)
+for way in ("both_passes", "backward_alone", "last_one_too"):
+    alone = nn.Linear(8, 8)  # one device
+    model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
+    seen = note_order(model)
+    for place, inputs in enumerate(samples[:, dist.get_rank()]):
+        inside = place < 2 or way == "last_one_too"
+        with model.no_sync() if inside and way != "backward_alone" else contextlib.nullcontext():
+            loss = model(inputs).square().mean() / 3
+        with model.no_sync() if inside else contextlib.nullcontext():
+            loss.backward()
+    alone(samples).square().mean().backward()
+    right, found = alone.weight.grad, model.module.weight.grad
+    leave = sum("leaves" in event for event in seen)
+    report(**{way: [leave, float((found - right).norm() / right.norm())]})
 
 # %%
-left = synced.ranks[0].reported
-pandas.DataFrame({"yours": mine_leaves, "measured": left}).astype(object).fillna("no prediction")
+leaving = {way: count for way, (count, _) in synced.ranks[0].reported.items()}
+off = {way: f"{error:.3f}" for way, (_, error) in synced.ranks[0].reported.items()}
+columns = {"yours": mine_leaves, "buckets that leave": leaving, "gradient is off by": off}
+pandas.DataFrame(columns).astype(object).fillna("no prediction")
 
 # %% tags=["claim"]
-claim("none, and three", left == {"both_passes": 0, "backward_alone": 3})
+claim("one, three, and none", [*leaving.values()] == [1, 3, 0])
+errors = [[error for _, error in rank.reported.values()] for rank in synced.ranks]
+claim("the first two ways leave one device's gradient on both ranks", all(max(each[:2]) < 1e-6 for each in errors))
+claim("the third leaves another one", all(each[2] > 0.1 for each in errors))
 
 # %% [markdown]
 # DDP decides in the forward pass whether the backward pass will send, and nothing tells you that the `with` came too
-# late: the second way sends in each backward pass. In a script of your own, look at one step with `torch.profiler`.
+# late. The gradients do not tell, either: what has been averaged stays the same when it is averaged again. So the second
+# way is right, and sends three times as often. The third sends nothing, and each rank keeps the gradient of its own
+# samples. In a script of your own, count the messages of one step with `torch.profiler`.
 #
-# *Takeaway: the forward pass belongs inside `no_sync`, too.*
+# *Takeaway: the forward pass belongs inside `no_sync`, too, and the last micro-batch outside.*
 #
 # ## 3. Fewer bytes: a communication hook ({minutes} minutes)
 #
@@ -313,109 +332,148 @@ widgets.BucketExplorer()
 #
 # By default `torch.compile` cuts a DDP model where buckets end (lab 4). The part that does it, DDPOptimizer, plans
 # buckets of its own from `bucket_cap_mb`: from the last layer on, a bucket closes once it holds that size, but the
-# first one once it holds 1 MiB. Take four layers of 600 × 600, each of 1.38 MiB. The cell compiles them with a backend
-# that only notes the layers of each graph. Commit: how many graphs are there, if a bucket closes at 2 MiB?
+# first one once it holds 1 MiB. So there are two plans. DDPOptimizer's decides which backward program computes a
+# gradient, and the reducer's with which others the gradient travels.
+#
+# Take four layers of 600 × 600, `fc1` to `fc4`, each of 1.38 MiB, and `bucket_cap_mb=2`. Commit: how many backward
+# programs are there, and how many of them must end before the first bucket can leave?
 
 # %% tags=["commit"]
-mine_graphs = commit(graphs=None)
+mine_plan = commit(programs=None, first_leaves_after=None)
 ### BEGIN SOLUTION
-mine_graphs = commit(graphs=3)
+mine_plan = commit(programs=3, first_leaves_after=2)
 ### END SOLUTION
 
+# %% [markdown]
+# The next cells compile the model with inductor, PyTorch's compiler, and log its second backward pass, in which the
+# reducer's plan is final. Each program is followed by the gradients that it completes and the buckets that leave.
+
 
 # %%
-class FourLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+def note_programs(loss: torch.Tensor, seen: list[str]) -> None:
+    """Note in `seen` when each compiled backward program of this loss begins."""
+    node = loss.grad_fn
+    while node:
+        if "Compiled" in node.name():
+            node.register_prehook(lambda _: seen.append("program:"))
+        before = [each for each, _ in node.next_functions if each and "Accumulate" not in each.name()]
+        node = before[0] if before else None
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
-
-def graphs_of(model: nn.Module) -> list[int]:
-    """Compile a model, run it once, and return how many layers each graph has, from the last layer on."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(sum("linear" in str(node.target).lower() for node in graph.graph.nodes))
-        return graph
-
+# %%
+def compiled_backward(size_mb: float | None) -> list[str]:
+    """Compile a DDP model, and return the log of its second backward pass."""
     torch._logging.set_logs(all=logging.ERROR)  # no warnings about DDP's marks for profilers
-    torch.compile(model, backend=backend)(torch.ones(8, 600))
-    torch.compiler.reset()
-    return found[::-1]
-
-
-def buckets_of(model: DistributedDataParallel) -> list[int]:
-    """Return how many layers each bucket has that the reducer sends in a second step, where its plan is final."""
-    found = []
-
-    def hook(state, bucket):
-        found.append(sum(each.ndim == 2 for each in bucket.parameters()))
-        return default_hooks.allreduce_hook(None, bucket)
-
-    model.register_comm_hook(None, hook)
+    model = DistributedDataParallel(LinearChain(600), bucket_cap_mb=size_mb)
+    seen, compiled = note_order(model), torch.compile(model)
     for _ in range(2):
-        found.clear()
-        model(torch.ones(8, 600)).sum().backward()
-    return found
+        loss = compiled(torch.ones(8, 600)).sum()
+        note_programs(loss, seen)
+        seen.clear()
+        loss.backward()
+    torch.compiler.reset()
+    return seen
 
 
 # %%
-# %%torchrun -n 2 --name cut --use graphs_of,buckets_of,FourLayers
+# %%torchrun -n 2 --name logged --use note_programs,compiled_backward
 import torch._dynamo
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.rank import report
 
 dist.init_process_group()
-
-
-def both_plans(size_mb):
-    models = [DistributedDataParallel(FourLayers(), bucket_cap_mb=size_mb) for _ in range(2)]
-    return {"layers by graph": graphs_of(models[0]), "layers by bucket sent": buckets_of(models[1])}
-
-
-for size_mb in (1, 2, 25):
-    report(**{f"{size_mb} MiB": both_plans(size_mb)})
-report(**{"left out": both_plans(None)})
+for size_mb in (1, 2, 25, None):
+    report(**{f"{size_mb} MiB" if size_mb else "left out": compiled_backward(size_mb)})
 with torch._dynamo.config.patch(optimize_ddp=False):
-    report(**{"2 MiB, cutting switched off": both_plans(2)})
+    report(**{"2 MiB, not cut": compiled_backward(2)})
+
 
 # %%
-plans = cut.ranks[0].reported
-print(f"you said {prediction_text(mine_graphs['graphs'])} graphs for 2 MiB")
-pandas.DataFrame(plans).T.rename_axis("bucket_cap_mb")
+def left_after(events: list[str]) -> list[int]:
+    """For each bucket, how many programs had run when it left."""
+    leaves = [place for place, event in enumerate(events) if "leaves" in event]
+    return [events[:place].count("program:") for place in leaves]
+
+
+logs = logged.ranks[0].reported
+for name, events in logs.items():
+    print(f"{name}:", " ".join(events).replace("program:", "\n  program:"))
+said = " and ".join(map(prediction_text, mine_plan.values()))
+print(f"\n2 MiB, programs, and how many run before the first bucket leaves: you said {said}")
+plans = {name: [events.count("program:"), left_after(events)] for name, events in logs.items()}
+pandas.DataFrame(plans, index=["programs", "buckets leave after"]).T.rename_axis("bucket_cap_mb")
 
 # %% tags=["claim"]
-graphs = [each["layers by graph"] for each in plans.values()]
-sent = [each["layers by bucket sent"] for each in plans.values()]
-as_planned = [len(theory.bucket_plan([4 * (600 * 600 + 600)] * 4, size, 1)) for size in (1, 2, 25, 25)]
-claim(
-    "a graph for each bucket of DDPOptimizer's plan, and one where it is switched off",
-    [*map(len, graphs)] == [*as_planned, 1],
-)
-claim("the reducer sends the buckets of its own plan", sent == [[1] * 4, [2, 2], [4], [1, 3], [2, 2]])
-claim("the two plans agree without a size", graphs[3] == sent[3])
+programs = {name: count for name, (count, _) in plans.items()}
+layer = 4 * (600 * 600 + 600)
+as_planned = {f"{size} MiB": len(theory.bucket_plan([layer] * 4, size, 1)) for size in (1, 2, 25)}
+as_planned |= {"left out": as_planned["25 MiB"], "2 MiB, not cut": 1}
+claim("a program for each bucket of DDPOptimizer's plan, and one where nothing is cut", programs == as_planned)
+left = {name: after for name, (_, after) in plans.items()}
+claim("told 2 MiB, the first bucket waits for the second program", left["2 MiB"][0] == 2)
+claim("told 1 MiB, or nothing, a bucket leaves after the first", left["1 MiB"][0] == left["left out"][0] == 1)
+claim("told 25 MiB, one bucket leaves at the end", left["25 MiB"] == [programs["25 MiB"]])
+claim("uncut, all leave after the one program", set(left["2 MiB, not cut"]) == {1})
+claim("all ranks log the same", all(rank.reported == logs for rank in logged.ranks))
 
 # %% [markdown]
-# The left column is what the compiler cuts, the right one what the reducer sends. Read the row of 2 MiB, from the last
-# layer on. The first backward program computes layer 4 alone. But told 2 MiB, the reducer closes *all* its buckets at
-# 2 MiB, so it has to wait for layer 3, which comes with the second program. The first cut is for nothing. Even the
-# default written out, 25 MiB, makes two plans. If you leave the size out, the reducer's first bucket closes at 1 MiB, as DDPOptimizer's does, and the plans agree. With cutting switched
-# off there is one program, and nothing leaves before it ends.
+# Told 2 MiB, DDPOptimizer cuts between `fc4` and `fc3`, but the reducer closes *all* its buckets at 2 MiB. So the
+# gradients of `fc4` have to wait for the second program, and the first cut is for nothing. Even the default, 25 MiB, has
+# this effect if you write it out: all gradients travel in one bucket, at the end. Left out, the reducer's first bucket
+# closes at 1 MiB, as DDPOptimizer's does. And without cuts every bucket leaves after the only program. Within a program
+# gradients come in an order of their own.
 #
-# *Takeaway: with a compiler leave `bucket_cap_mb` out, or a bucket may wait for one backward program more.*
+# Is it enough that the first bucket leaves early? The network runs under emulation: forward pass 80 ms, backward 320,
+# alpha 20 ms, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
+# and with the size left out? Neglect the bytes of a bias, but not its alpha where it travels alone.
+
+# %% tags=["commit"]
+mine_steps = commit(one_ms=None, two_ms=None, left_out_ms=None)
+### BEGIN SOLUTION
+mine_steps = commit(
+    one_ms=400 + (20 + 40) + 20,  # fc1 after the last program, and its bias alone
+    two_ms=320 + 2 * (20 + 80) + 20,  # two buckets of two layers from the second program's end, and a bias
+    left_out_ms=400 + 20 + 3 * 40,  # three layers after the last program
+)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+FOUR = {"dim": 600, "layers": 4}
+device = emulated_steps.ddp_hardware(RANKS, alpha_ms=20, bytes_ms=160, forward_ms=80, backward_ms=320, **FOUR)
+# For 25 labkit leaves the size out.
+ways = {"1 MiB": {"bucket_mb": 1.0}, "2 MiB": {"bucket_mb": 2.0}, "left out": {"bucket_mb": 25.0}}
+CUT = {"nproc": RANKS, "mode": "ddp", "graph": "split", "batch": 2, "steps": 1, "emulate": device}
+cut_steps = labkit.compare("ddp_compile", ways, rounds=1, timeline=True, **CUT, **FOUR)
+_ = plots.timelines_by_run(cut_steps)
+step_ms = [run.value("step_ms") for run in cut_steps.values()]
+by_size = {"yours": [*mine_steps.values()], "formula": [480, 540, 540], "measured": step_ms}
+pandas.DataFrame(by_size, index=[*ways]).astype(float).round().astype(object).fillna("no prediction")
+
+# %% tags=["claim"]
+claim("480, 540 and 540 ms", all(abs(ms / by - 1) < 0.1 for ms, by in zip(step_ms, (480, 540, 540), strict=True)))
+claim("1 MiB is the fastest", step_ms[0] < 0.95 * min(step_ms[1:]))
+claim("the rule says 0.7 MiB", round(theory.smallest_bucket_bytes(4 * layer, 320, 20, 40 / layer) / 2**20, 1) == 0.7)
+messages = [run.value("all_reduce_count") for run in cut_steps.values()]
+claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
+
+# %% [markdown]
+# *The same network in three sizes of bucket, compiled and cut, emulated. With 1 MiB the least is left to send after the
+# last program.*
+#
+# It is not. With the size left out `fc4` leaves early, but three layers travel after the last program. So lab 4's rule of
+# thumb holds for a compiled model, too: the smallest bucket that keeps up is about the best. Here that is 0.7 MiB.
+#
+# *Takeaway: a bucket leaves with the program that completes its last gradient, so few bytes should wait for the last one.*
 #
 # ## 6. All-reduces inside the program ({minutes} minutes)
 #
 # Instead of cutting the graph where messages start, one could put the messages into it. What you gain is visibility: the
-# whole backward pass is one text, and you can read, check and change when each message starts. PyTorch has the parts
-# for that. They are **off by default and experimental**, and labkit switches on three of them (`labkit/parallel/ddp.py`
-# has the settings):
+# whole backward pass is one text, and you can read, check and change when each message starts.
+#
+# PyTorch has the parts for that, but **this path has been abandoned**. They are still in PyTorch 2.13, experimental and off
+# by default, but torchtitan, PyTorch's own trainer, dropped them in 2025, and the work goes on with FSDP's collectives in
+# the graph (lab 4c). What you learn here about reading a program holds there, too. labkit switches on three parts, with
+# the settings in `labkit/parallel/ddp.py`:
 #
 # - **The Python reducer** (`optimize_ddp="python_reducer"`) gives each parameter a hook that divides the gradient, asks
 #   for an all-reduce and waits. The hook is written in Python, so the compiler can trace it.
@@ -534,29 +592,20 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # Do not expect this way to be faster on a CPU: its GEMMs are library calls with a compiler or without, and the reducer
 # overlaps as well.
 #
-# <details><summary>What has become of this path?</summary>
-#
-# It was made for `DistributedDataParallel`. PyTorch's trainer no longer takes it (pytorch/torchtitan#1939), and its new
-# `replicate` is built on FSDP instead of DDP (pytorch/pytorch#158207, #166433). The three parts are still in the
-# PyTorch of this course, off and experimental. What replaces them lets the compiler see FSDP's collectives as operators
-# of its graph, and join them: that is lab 4c.
-#
-# </details>
-#
 # *Takeaway: what a compiler has moved can be read, and a reader of names finds a line that is too early.*
 #
 # ## 7. Take away ({minutes} minutes)
 #
 # 1. DDP counts on a gradient for every parameter in every step; leave out what the model does not use.
 # 2. Hooks and `no_sync` change what is sent, and a count of one step's all-reduces and bytes shows whether they do.
-# 3. The compiler cuts the model where its own plan of buckets says; leave `bucket_cap_mb` out, and the reducer's plan is
-#    the same.
+# 3. The compiler cuts the model by a plan of its own, and a bucket leaves with the program that completes its last
+#    gradient.
 #
 # | if | then |
 # |---|---|
 # | DDP complains about unused parameters | freeze or remove them before you try `find_unused_parameters` |
 # | bandwidth is the limit, and no bucket hides its messages | more tokens a rank, or a bfloat16 hook for float32 gradients |
-# | a compiled DDP hides less than an uncompiled one | look where its graph is cut, and leave `bucket_cap_mb` out |
+# | a compiled DDP hides less than an uncompiled one | log its programs and buckets, and try other sizes |
 #
 # **Ask yourself**
 #
@@ -582,7 +631,9 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 #
 # - Communication hooks: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 # - DDPOptimizer: https://docs.pytorch.org/docs/stable/notes/ddp.html
-# - Compiled autograd: https://docs.pytorch.org/tutorials/intermediate/compiled_autograd_tutorial.html
+# - Compiled autograd: https://docs.pytorch.org/tutorials/intermediate/compiled_autograd_tutorial.html. PyTorch's trainer
+#   dropped it in https://github.com/pytorch/torchtitan/pull/1939, and replicates a model with FSDP's code since:
+#   https://github.com/pytorch/pytorch/pull/158207
 # - BERT-large: Devlin et al., 2018, https://arxiv.org/abs/1810.04805
 # - In labkit: `labkit/parallel/ddp.py` (DDP and the compiler), `labkit/inductor` (the reader of programs). PyTorch's
 #   own fusion is short enough to read: `torch/_inductor/fx_passes/ddp_fusion.py`.

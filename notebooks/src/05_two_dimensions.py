@@ -21,8 +21,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel
 from torch.nn.functional import linear, relu
 
 import labkit
@@ -168,7 +168,7 @@ _ = plots.mesh_diagram(data=2, tp=2)
 
 # %% [markdown]
 # *A blue row, along* `tp`*, has the same samples and different features; an orange column, along* `data`*, the reverse.
-# Each rank keeps the dark quarter of each weight; the light one completes its half, and FSDP gathers it before use.*
+# A rank keeps the dark quarter, and FSDP gathers the light one before use.*
 #
 # The mesh is filled row by row, and torchrun gives neighbouring numbers to the ranks of one host. So ranks along the
 # last axis share a host. `tp` comes last, because everybody waits for its messages.
@@ -197,7 +197,7 @@ weights = [layer.shapes[0] for layer in theory.rank_layers([(8, 32)], 2)]  # of 
 claim("each rank keeps a quarter of each weight", [rows * cols // 2 for rows, cols in weights] == [8 * 32 // 4] * 2)
 
 # %% [markdown]
-# Three of the five all-reduces you know, and the next section explains the others.
+# The next section explains the two all-reduces of the backward pass.
 #
 # *Takeaway: activations travel along `tp`, parameters and their gradients along `data`.*
 #
@@ -369,6 +369,39 @@ print(pairs.verdict_text)
 claim("all 75 are equal", pairs.ok and pairs.value("compared") == 3 * (1 + 12 + 12) == 75)
 
 # %% [markdown]
+# **What does a rank save?** Your layers now train on the same texts with 2, 4 and 8 ranks along `tp`, without FSDP. At
+# the peak a rank holds weights, Adam's averages and activations. These are the inner features of the three MLPs, together
+# ten times as wide as the network, and five tensors of the network's own width, which lie between the pairs and in the
+# loss. Commit: what part of the bytes with `tp` 2 does a rank hold with `tp` 8?
+
+# %% tags=["commit"]
+mine_memory = commit(weights_and_adam=None, activations=None)
+### BEGIN SOLUTION
+mine_memory = commit(weights_and_adam=2 / 8, activations=(10 / 8 + 5) / (10 / 2 + 5))
+### END SOLUTION
+
+# %%
+memory = {}
+for tp in (2, 4, 8):
+    run = labkit.run("two_dim", nproc=tp, tp=tp, dim=DIM, batch=BATCH, steps=1, layers="yours", use=layers)
+    state = run.value("peak_parameter_bytes") + run.value("peak_optstate_bytes")
+    memory[f"tp {tp}, kB"] = {"weights_and_adam": state / 1e3, "activations": run.value("peak_activation_bytes") / 1e3}
+table = pandas.DataFrame(memory)
+part = table["tp 8, kB"] / table["tp 2, kB"]
+table.assign(part=part, yours=pandas.Series(mine_memory)).astype(float).round(3).astype(object).fillna("no prediction")
+
+# %% tags=["claim"]
+peaks = [theory.tp_step_peak(theory.mlp_pairs(DIM), 8 * BATCH, tp) for tp in (2, 4, 8)]
+kept = [[sizes["parameter"] + sizes["optstate"], sizes["activation"]] for sizes in peaks]
+claim("the memory is theory's", abs(1e3 * table.T.to_numpy() / kept - 1).max() < 0.02, where=TOLD)
+claim("a quarter of the weights, 5/8 of the activations", (part - [1 / 4, 5 / 8]).abs().max() < 0.01, where=TOLD)
+between = 5 * 4 * 8 * BATCH * DIM / 1e3 / table["tp 8, kB"]["activations"]
+claim("four fifths of them lie between the pairs", abs(between - 4 / 5) < 0.01, where=TOLD)
+
+# %% [markdown]
+# Weights and inner features are shared out, but what lies between the pairs is whole on every rank. With `tp` 8 that is
+# four fifths of the activations. Lab 5b cuts that, too.
+#
 # *Takeaway: f and g are each other's backward pass. What is whole on every rank, such as the second bias, is added on
 # every rank, after the sum.*
 #
@@ -387,8 +420,6 @@ claim("all 75 are equal", pairs.ok and pairs.value("compared") == 3 * (1 + 12 + 
 print(inspect.getsource(TransformerBlock.forward))
 
 # %% [markdown]
-# The `-1` matters for TP, because it reads the number of heads from the features that a rank has.
-#
 # ### Exercise 4: the plan (•, {minutes} minutes)
 #
 # Return a dict from the names of the block's seven linear layers to `ColwiseParallel()` or `RowwiseParallel()`. The
@@ -426,12 +457,16 @@ plan_verdict
 # %% [markdown]
 # Your plan now cuts a network of two such blocks, with 18 parameters. PyTorch cuts each layer by itself: in the
 # backward pass a colwise layer all-reduces its own gradient of its input, even if another layer has the same input.
-# Commit: how many all-reduces along `tp` does a step take? Is the first block spared, as the first MLP was?
+# `one_f` below changes that. It leaves the result of each norm as a **DTensor**, a tensor that knows its layout, so that
+# the layers behind a norm first add up their gradients on the rank and then share one f.
+#
+# Commit: how many all-reduces along `tp` does a step take with your plan, and how many with `one_f`? Is the first block
+# spared, as the first MLP was?
 
 # %% tags=["commit"]
-mine_sums = commit(**{"tp/all_reduce_count": None})
+mine_sums = commit(your_plan=None, one_f=None)
 ### BEGIN SOLUTION
-mine_sums = commit(**{"tp/all_reduce_count": 2 * (2 + 5)})
+mine_sums = commit(your_plan=2 * (2 + 5), one_f=2 * (2 + 2))
 ### END SOLUTION
 
 
@@ -441,22 +476,30 @@ def network_plan(model: nn.Module) -> dict[str, object]:
     return {f"blocks.*.{name}": cut for name, cut in block_plan().items()} if plan_verdict.ok else transformer_plan()
 
 
+def one_f(model: nn.Module) -> dict[str, object]:
+    whole = {"output_layouts": Replicate(), "desired_output_layouts": Replicate(), "use_local_output": False}
+    return network_plan(model) | {"blocks.*.*_norm": PrepareModuleOutput(**whole)}
+
+
 BLOCKS = {"network": "transformer", "use": {"tensor_parallel_plan": network_plan}}
 transformer = labkit.check("two_dim", **BLOCKS, **PARITY)
 print(transformer.verdict_text)
 right = labkit.run("two_dim", steps=STEPS, **BLOCKS, **SETUP)
-plots.comparison_table(right, {"tp/all_reduce_count": 2 * theory.BLOCK_SUMS}, yours=mine_sums)
+once = labkit.run("two_dim", steps=1, network="transformer", use={"tensor_parallel_plan": one_f}, **SETUP)
+sums = {name: run.value("tp/all_reduce_count") for name, run in (("your_plan", right), ("one_f", once))}
+plots.comparison_table(sums, yours=mine_sums)
 
 # %% tags=["claim"]
 claim("your plan trains two blocks with parity", transformer.ok and transformer.value("max_rel_error") <= 1e-5)
 claim("111 tensors are compared", transformer.value("compared") == 3 * (1 + 18 + 18) == 111)
-claim("seven all-reduces a block", right.value("tp/all_reduce_count") == 2 * 7)
+claim("seven all-reduces a block, and four with one f", sums == {"your_plan": 2 * theory.BLOCK_SUMS, "one_f": 2 * 4})
+one_f_bytes, plan_bytes = (run.value("tp/all_reduce_bytes") for run in (once, right))
+claim("and four sevenths of the bytes", 7 * one_f_bytes == 4 * plan_bytes)
 
 # %% [markdown]
 # Each block has two all-reduces forward and five backward, because query, key and value each sum the gradient of their
-# common input, and so do gate and up. (With one f for all three, and one for gate and up, a block would need four in
-# all.) The first block is not spared: its samples need no gradient, but the norm in
-# front of query, key and value has a weight, whose gradient needs that of their input.
+# common input, and so do gate and up. With `one_f` it has two backward. The first block is not spared, because the norm
+# in front of query, key and value has a weight, whose gradient needs that of their input.
 #
 # *Takeaway: colwise for every layer that makes heads or features, rowwise for the one that takes them in.*
 #
@@ -492,12 +535,8 @@ mine_loss = commit(percent=0)
 copied = BLOCKS | {"use": {"tensor_parallel_plan": lambda _: {f"blocks.*.{n}": c for n, c in copied_plan().items()}}}
 wrong = labkit.run("two_dim", steps=STEPS, **copied, **SETUP)
 apart = 100 * (wrong.losses / right.losses - 1).abs()
-said, off = prediction_text(mine_loss["percent"], "g"), apart.iloc[-1]
-if mine_loss["percent"] is not None:
-    said += " %, right" if abs(mine_loss["percent"] - off) < 0.1 else " %, wrong"
-print(f"the losses differ by {off:.4f} %; you: {said}")
-curves = {"your plan": right, "the copied plan": wrong}
-_ = plots.loss_curves(curves, ylabel="loss (mean squared distance)")
+print(f"the losses differ by {apart.iloc[-1]:.4f} %; you: {prediction_text(mine_loss['percent'], 'g')}")
+_ = plots.loss_curves({"your plan": right, "the copied plan": wrong}, ylabel="loss (mean squared distance)")
 
 # %% [markdown]
 # *One line covers the other: in all these steps the losses differ by less than a thousandth of a per cent.*
@@ -517,8 +556,8 @@ claim("with SGD, a gradient is soon off by more than 100 %", caught.value("max_r
 # %% [markdown]
 # PyTorch takes two copies of a text for the halves of a longer one, and adds up the gradients of both. So those of the
 # MLP's three weights are twice as large as they should be, while the output and all other gradients are right. In
-# Adam's division a constant factor drops out almost entirely. In SGD it does not: `labkit.check` trains with SGD, and
-# its networks have moved apart by the third step, where a gradient is off by more than 100 %.
+# Adam's division a constant factor drops out almost entirely. But `labkit.check` trains with SGD, and by the third step
+# the two networks have moved so far apart that a gradient is off by more than 100 %.
 #
 # *Takeaway: a wrong layout may raise no error. Compare gradients with one device, not losses.*
 #
@@ -534,8 +573,8 @@ claim("with SGD, a gradient is soon off by more than 100 %", caught.value("max_r
 #
 # ### Exercise 5: what the messages cost (•, {minutes} minutes)
 #
-# Return the time of the messages as a part of the time of the arithmetic, where `inner` is h. Why is there no argument
-# for d, and none for T?
+# Return the time of the messages as a part of the time of the arithmetic, where `inner` is h. There is no argument for
+# d, and none for T: why not?
 #
 # <details><summary>Hint 1</summary>
 #
@@ -583,8 +622,8 @@ checks.message_share(message_share)
 # | *tp across* | 8 | 1 | 8, across both hosts | 200 GB/s, four cards of 50 | 1500 / 8 + ? + 0 |
 #
 # The 41 ms along `data` are lab 2's formula. With four ranks along `tp` a rank sends a quarter of that, through a card
-# that is nine times as slow: 41 · 9 / 4 = 92. Your formula gives each question mark as a part of 1500 / 8. Take 5/6 of it, because the first MLP saves one of six
-# messages. Commit: how many ms does a step take, inside and across?
+# that is nine times as slow: 41 · 9 / 4 = 92. Your formula gives each question mark as a part of 1500 / 8. Take 5/6 of
+# it, because the first MLP saves one of six messages. Commit: how many ms does a step take, inside and across?
 
 # %% tags=["commit"]
 mine_ms = commit(inside=None, across=None)
@@ -661,9 +700,14 @@ claim("along data falls as (n - 1)/n, from 63/64 to 7/8", abs(inside_host / (7 /
 
 # %% [markdown]
 # *Theory. Left: every message is waited for. Right: those along* `data` *travel while the ranks compute. In both, the
-# more ranks along* `tp`*, the longer a step takes.* Up to `tp` 8, two things nearly cancel along `data`: with `tp` 8 a rank sends an
-# eighth of each matrix, but the host's eight rings each have one card, and not all eight. What is left is the ring's
-# factor (n − 1)/n for n ranks along `data`, which falls only from 63/64 to 7/8.
+# more ranks along* `tp`*, the longer a step takes.*
+#
+# <details><summary>With <code>tp</code> 8 a rank gathers an eighth of each matrix. Why are messages along <code>data</code> hardly faster?</summary>
+#
+# Because the host's eight rings now have one card each, where one ring had all eight. What is left is the ring's factor
+# (n − 1)/n for n ranks along `data`, which falls only from 63/64 to 7/8.
+#
+# </details>
 #
 # So where every rank has enough tokens, `tp` does not make a step faster. It makes steps **possible**: with 16 texts,
 # `tp` must be 4 or more. The rule is therefore:

@@ -5,7 +5,7 @@
 #
 # - say what crosses each axis of a mesh;
 # - cut embedding, output layer and loss over the vocabulary;
-# - cut the sequence between the pairs, and repair a plan with wrong layouts;
+# - repair a plan with wrong layouts, and cut the sequence of a transformer block, norms included;
 # - recognise a test that cannot fail, and use DDP on one axis.
 #
 # You need lab 5. The notebook takes about {core_minutes} minutes.
@@ -15,7 +15,12 @@ import pandas
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 import labkit
@@ -29,10 +34,10 @@ from labkit_course.checks.claims import claim, commit, prediction_text
 doctor.show(lab="5b")
 
 # %% [markdown]
-# The network is lab 5's stack of three MLPs, with inner widths of 3, 4 and 3 times `DIM`. A sample is a text of 8
-# tokens.
+# The network is lab 5's stack of three MLPs, with inner widths of 3, 4 and 3 times `DIM`, and in section 4 its two
+# transformer blocks. A sample is a text of 8 tokens.
 
-# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8} points=[[4,4,4,1],[4,48,24,2],[8,128,64,3]]
+# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8} points=[[4,16,4,1],[4,48,24,2],[8,128,64,3]]
 RANKS: int = 4  # ranks of the mesh
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step
@@ -40,7 +45,7 @@ STEPS: int = 1  # timed training steps in each run
 
 # %%
 require("RANKS", RANKS, at_least=4, at_most=8, multiple_of=4, because="section 3 cuts 8 tokens over all ranks")
-require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
+require("DIM", DIM, at_least=16, multiple_of=16, because="two ranks share the heads, of 8 features each")
 require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
@@ -58,7 +63,6 @@ def tokens(tp: int) -> int:
 
 
 runs = {tp: labkit.run("two_dim", tp=tp, **SETUP) for tp in MESHES}
-square = runs[2]
 
 # %% [markdown]
 # ## 1. What travels along which axis ({minutes} minutes)
@@ -66,21 +70,21 @@ square = runs[2]
 # Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model, whose inner widths
 # are divided by the ranks along `tp`, and all of lab 2's formulas hold.
 #
-# ### Exercise 1: which axis does it run on? (•, {minutes} minutes)
+# ### Exercise 1: with recomputation (•, {minutes} minutes)
 #
-# How often does each collective run in a step with two ranks along `tp`, and along which axis? Return a dict whose keys
-# are an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP that frees
-# its parameters after the forward pass. Leave out what does not happen.
+# With activation checkpointing (lab 2) an MLP keeps only its input, and runs its forward pass once more before its
+# backward pass. How often does each collective then run in a step with two ranks along `tp`, and along which axis?
+# Return a dict whose keys are an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a
+# unit of FSDP that frees its parameters after the forward pass. Leave out what does not happen.
 #
 # <details><summary>Hint 1</summary>
 #
-# Activations travel along `tp`, parameters and their gradients along `data`.
+# Lab 5 counted a step without checkpointing: activations travel along `tp`, parameters and their gradients along `data`.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A unit is gathered for the forward and for the backward pass, and reduced once. The first MLP needs no gradient of its
-# input.
+# What runs once more sums its parts once more. But its parameters are there already, gathered for the backward pass.
 #
 # </details>
 
@@ -88,18 +92,19 @@ square = runs[2]
 # %%
 def collectives() -> dict[str, int]:
     ### BEGIN SOLUTION
-    return {"tp/all_reduce": 3 + 2, "data/all_gather": 3 + 3, "data/reduce_scatter": 3}
+    return {"tp/all_reduce": 3 + 3 + 2, "data/all_gather": 3 + 3, "data/reduce_scatter": 3}
     ### END SOLUTION
 
 
 # %%
-checks.collectives(collectives, square)
+recomputed = labkit.run("two_dim", tp=2, checkpointing=True, **SETUP)
+checks.collectives(collectives, recomputed)
 
 # %% [markdown]
 # Four ranks can also be used along one axis: FSDP alone with `tp` 1, tensor parallelism alone with `tp` 4. To compare
 # the three meshes, bytes must be those that a rank puts **on the wire**, since the same tensor costs more in a longer
-# ring. In a ring of n ranks a rank passes on (n −
-# 1)/n of the whole tensor in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+# ring. In a ring of n ranks a rank passes on (n − 1)/n of the whole tensor in an all-gather or a reduce-scatter, and
+# twice that in an all-reduce.
 #
 # Commit before you look: the 2 × 2 mesh gathers half of each layer and sums activations of half of the samples. What
 # part of the bytes of FSDP alone does it send along `data`?
@@ -117,13 +122,13 @@ def on_wire(tp: int, sent: dict[str, float]) -> dict[str, float]:
     return theory.axis_wire_bytes(sent, **MESHES[tp])
 
 
-def handed(tp: int) -> dict[str, float]:
+def handed(result: labkit.RunResult) -> dict[str, float]:
     """Return what was counted, by axis and collective."""
-    return {name: runs[tp].value(name) for name in runs[tp].summary() if "/" in name}
+    return {name: result.value(name) for name in result.summary() if "/" in name}
 
 
 by_theory = {LABELS[tp]: on_wire(tp, theory.step_collectives_by_axis(PAIRS, tokens(tp), **MESHES[tp])) for tp in runs}
-by_count = {LABELS[tp]: on_wire(tp, handed(tp)) for tp in runs}
+by_count = {LABELS[tp]: on_wire(tp, handed(runs[tp])) for tp in runs}
 data_part = by_count[LABELS[2]]["data"] / by_count[LABELS[1]]["data"]
 print(f"along data: {data_part:.2f} of what FSDP alone sends; you: {prediction_text(mine_part['along_data'], '.2f')}")
 _ = plots.traffic_by_axis(by_theory, by_count, results=list(runs.values()))
@@ -250,14 +255,16 @@ right = torch.allclose(cut.grad.full_tensor(), logits.grad)
 f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().values())}"
 
 # %% [markdown]
-# In a plan the output layer then is `ColwiseParallel(use_local_output=False)`, so that the logits stay cut, and a DTensor. The loss and its backward pass stand inside `with loss_parallel():`.
+# In a plan the output layer then is `ColwiseParallel(use_local_output=False)`, so that the logits stay cut, and a
+# DTensor. The loss and its backward pass stand inside `with loss_parallel():`.
 #
 # *Takeaway: cut the vocabulary at both ends, and leave the logits cut.*
 #
 # ## 3. Cut the sequence, too ({minutes} minutes)
 #
-# Between the pairs TP leaves activations whole on every rank. What happens there, such as a norm or dropout, treats
-# each token alone, so that each rank could keep only its share of the tokens. This is **sequence parallelism** (SP).
+# Between the pairs TP leaves activations whole on every rank, as lab 5 measured. What happens there, such as a norm or
+# dropout, treats each token alone, so that each rank could keep only its share of the tokens. This is **sequence
+# parallelism** (SP).
 
 # %%
 _ = plots.sequence_diagram()
@@ -266,51 +273,6 @@ _ = plots.sequence_diagram()
 # *What two ranks hold of each tensor, tokens downwards and features to the right. An all-reduce becomes a
 # reduce-scatter behind a pair and an all-gather in front of the next.*
 #
-# An all-reduce is a reduce-scatter and an all-gather (lab 0), so between the pairs the bytes stay the same. The run below
-# also cuts the samples in front of the first pair and gathers the result behind the last. That is why its three MLPs send
-# a fifth more; the plan of exercise 3 does without both.
-#
-# What does it save? `ColwiseParallel` keeps the input that it has gathered, because the gradient of its weight needs it.
-# So a stack of bare MLPs gains nothing. In a transformer the norms and residuals between the pairs gain, and with
-# activation checkpointing a pair keeps only its own tokens of the input, and gathers them again in the backward pass.
-
-# %%
-checkpointed = SETUP | {"tp": RANKS, "checkpointing": True}
-sequence = {
-    "sequence whole": labkit.run("two_dim", **checkpointed),
-    "sequence cut": labkit.run("two_dim", seq=True, **checkpointed),
-}
-forecast = {
-    label: theory.tp_step_peak(
-        PAIRS, tokens(RANKS), RANKS, sequence_parallel=label == "sequence cut", checkpointing=True
-    )
-    for label in sequence
-}
-_ = plots.memory_comparison(forecast, sequence)
-
-# %% [markdown]
-# *Peak memory of a rank with TP alone and checkpointing. With the sequence cut there are fewer activations, and all
-# else stays as it was.*
-
-# %% tags=["claim"]
-held = {label: result.value("peak_activation_bytes") for label, result in sequence.items()}
-claim("activations are fewer", held["sequence cut"] < held["sequence whole"])
-others = [result.value("peak_total_bytes") - held[label] for label, result in sequence.items()]
-claim("all else stays as it was", abs(others[0] / others[1] - 1) < 0.01)
-off = [result.value("peak_total_bytes") / sum(forecast[label].values()) for label, result in sequence.items()]
-claim("predictions are within 2 %", all(abs(each - 1) < 0.02 for each in off))
-how = {"sequence_parallel": True, "checkpointing": True}
-predicted_cut = theory.step_collectives_by_axis(PAIRS, tokens(RANKS), **MESHES[RANKS], **how)
-claim("bytes are theory's", all(sequence["sequence cut"].value(name) == size for name, size in predicted_cut.items()))
-wire = [
-    on_wire(RANKS, theory.activation_collectives(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut))["tp"]
-    for cut in (False, True)
-]
-claim("a fifth more", abs(wire[1] / wire[0] - 1.2) < 1e-9)
-kept = {cut: theory.tp_activation_bytes(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut) for cut in (False, True)}
-claim("without checkpointing bare MLPs gain nothing", kept[True] > kept[False])
-
-# %% [markdown]
 # Somebody wrote such a plan for the stack of MLPs. `Shard(1)` is cut along the tokens. **The next verdict is meant to
 # be red.**
 
@@ -363,7 +325,8 @@ def repaired_plan() -> dict[str, object]:
 
 
 # %%
-checks.stack_plan(repaired_plan)
+stack_verdict = checks.stack_plan(repaired_plan)
+stack_verdict
 
 # %% [markdown]
 # <details><summary>Why was the broken plan's output right, and its gradient twice as large?</summary>
@@ -374,12 +337,165 @@ checks.stack_plan(repaired_plan)
 #
 # </details>
 #
-# PyTorch has a style for what stands between the pairs, such as a norm: `SequenceParallel()` takes and leaves `Shard(1)`.
-# A rank then sees its own tokens only, so the gradients of the norm's weight have to be added up along `tp`.
+# **What does it save?** Without checkpointing a stack of bare MLPs gains nothing, because `ColwiseParallel` keeps the
+# input that it has gathered: the gradient of its weight needs it. With checkpointing an MLP keeps only its own tokens of
+# the input, and gathers them again in the backward pass.
+#
+# Now your plan trains the stack with all ranks along `tp` and with checkpointing. At the peak, where the backward pass
+# begins, a rank holds four tensors of [tokens, `DIM`]: the samples, which are the first MLP's input, the inputs of the
+# other two, and the result. Without your plan all four are whole. Commit: how many whole tensors do the four amount to
+# with your plan? And how many times the bytes on the wire does it send? (An all-reduce is a reduce-scatter and an
+# all-gather, lab 0.)
+
+# %% tags=["commit"]
+mine_cut = commit(whole_tensors=None, wire=None)
+### BEGIN SOLUTION
+mine_cut = commit(whole_tensors=2 + 2 / RANKS, wire=1)
+### END SOLUTION
+
+# %%
+stack_plan = repaired_plan if stack_verdict.ok else checks.our_stack_plan
+CHECKPOINTED = SETUP | {"tp": RANKS, "checkpointing": True}
+sequence = {
+    "sequence whole": labkit.run("two_dim", **CHECKPOINTED),
+    "your plan": labkit.run("two_dim", use={"tensor_parallel_plan": lambda model: stack_plan()}, **CHECKPOINTED),
+}
+ONE = 4 * tokens(RANKS) * DIM  # bytes of a whole tensor
+tensors = {label: result.value("peak_activation_bytes") / ONE for label, result in sequence.items()}
+wire = {label: on_wire(RANKS, handed(result))["tp"] for label, result in sequence.items()}
+saved = {"whole_tensors": tensors["your plan"], "wire": wire["your plan"] / wire["sequence whole"]}
+whole_peak = theory.tp_step_peak(PAIRS, tokens(RANKS), RANKS, checkpointing=True)
+forecast = {"sequence whole": whole_peak, "your plan": whole_peak | {"activation": (2 + 2 / RANKS) * ONE}}
+_ = plots.memory_comparison(forecast, sequence)
+plots.comparison_table(saved, yours=mine_cut, tolerance=0.02)
+
+# %% [markdown]
+# *Peak memory of a rank with TP alone and checkpointing. With your plan there are fewer activations, and all else stays
+# as it was.*
+
+# %% tags=["claim"]
+claim("four whole tensors without the plan", abs(tensors["sequence whole"] - 4) < 0.02, where=TOLD)
+claim(
+    "two, and two of which a rank has its share, with it", abs(tensors["your plan"] - 2 - 2 / RANKS) < 0.02, where=TOLD
+)
+claim("the same bytes on the wire", wire["your plan"] == wire["sequence whole"])
+others = [result.value("peak_total_bytes") - result.value("peak_activation_bytes") for result in sequence.values()]
+claim("all else stays as it was", abs(others[0] / others[1] - 1) < 0.01, where=TOLD)
+off = [result.value("peak_total_bytes") / sum(forecast[label].values()) for label, result in sequence.items()]
+claim("predictions are within 2 %", all(abs(each - 1) < 0.02 for each in off))
+kept = {cut: theory.tp_activation_bytes(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut) for cut in (False, True)}
+claim("without checkpointing bare MLPs gain nothing", kept[True] > kept[False])
+
+# %% [markdown]
+# Your plan cuts two of the four tensors, those between the MLPs. In a deeper stack it would cut all but two.
 #
 # *Takeaway: between the pairs, sequence parallelism sends the same bytes, and saves what lies there.*
 #
-# ## 4. Tests that cannot fail ({minutes} minutes)
+# ## 4. A norm between the pairs ({minutes} minutes)
+#
+# In a transformer, norms and residual sums lie between the pairs. They are what sequence parallelism was made for: each
+# rank now normalises and adds up only its own tokens. PyTorch's style for a norm there is `SequenceParallel()`, which
+# takes and leaves `Shard(1)`.
+#
+# ### Exercise 4: a block with its norms (•, {minutes} minutes)
+#
+# Write the plan for lab 5's transformer block, whose input now comes in cut along its tokens, and whose result shall
+# leave so. The norm `attention_norm` comes before `query`, `key` and `value`, whose heads `out` takes in; `mlp_norm`
+# comes before `gate` and `up`, whose features `down` takes in.
+#
+# <details><summary>Hint 1</summary>
+#
+# Whose input is cut along the tokens when it arrives, and whose output shall be?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Begin with lab 5's plan. Each colwise layer gets `input_layouts=…`, each rowwise one `output_layouts=…`, and each norm
+# a style.
+#
+# </details>
+
+
+# %%
+def cut_block() -> dict[str, object]:
+    ### BEGIN SOLUTION
+    cut = Shard(1)
+    plan = {name: ColwiseParallel(input_layouts=cut) for name in ("query", "key", "value", "gate", "up")}
+    plan |= {name: RowwiseParallel(output_layouts=cut) for name in ("out", "down")}
+    return plan | {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
+    ### END SOLUTION
+
+
+# %%
+block_verdict = checks.cut_block_plan(cut_block)
+block_verdict
+
+# %% [markdown]
+# **Break it: the norms are forgotten.** No error tells you that a plan does not name a norm. The norm then gets this
+# rank's tokens as a plain tensor and uses this rank's copy of the weight, as it would on one device.
+#
+# The block has nine weights: those of its seven layers and of its two norms. Commit: without the two lines for the norms,
+# how many of the nine gradients are wrong?
+
+# %% tags=["commit"]
+mine_norms = commit(wrong_gradients=None)
+### BEGIN SOLUTION
+mine_norms = commit(wrong_gradients=2)
+### END SOLUTION
+
+
+# %%
+def block_plan() -> dict[str, object]:
+    return (cut_block if block_verdict.ok else checks.our_block_plan)()
+
+
+def without_norms() -> dict[str, object]:
+    return {name: style for name, style in block_plan().items() if "norm" not in name}
+
+
+forgotten = checks.cut_block_plan(without_norms)
+wrong = forgotten.detail.count(".weight")
+print(f"{wrong} gradients are wrong; you: {prediction_text(mine_norms['wrong_gradients'])}")
+forgotten
+
+# %% [markdown]
+# That verdict is meant to be red: the gradients of both norms are wrong, although the output is right. Now both plans
+# train lab 5's network of two blocks, and every step is compared with one device's:
+
+
+# %%
+def network(plan) -> dict[str, object]:
+    around = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1), "use_local_input": True}
+    around |= {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+
+    def network_plan(model) -> dict[str, object]:
+        blocks = {f"blocks.*.{name}": style for name, style in plan().items()}
+        return blocks | {"": PrepareModuleInputOutput(**around)}  # "" is the network itself
+
+    return {"network": "transformer", "use": {"tensor_parallel_plan": network_plan}}
+
+
+PARITY = SETUP | {"tp": 2, "compile": False, "steps": 3}
+plans = {"your plan": block_plan, "without the norms": without_norms}
+parity = {name: labkit.check("two_dim", **network(plan), **PARITY) for name, plan in plans.items()}
+print("\n".join(f"{name}: {result.verdict_text}" for name, result in parity.items()))
+
+# %% tags=["claim"]
+claim("with its norms the plan trains as one device does", parity["your plan"].ok)
+claim("111 tensors are compared", parity["your plan"].value("compared") == 3 * (1 + 18 + 18) == 111)
+claim("without them parity is red", not parity["without the norms"].ok)
+claim("a norm's gradient is worst", "norm" in parity["without the norms"].verdict_text)
+claim("two gradients are wrong, and the output is right", "attention_norm.weight, mlp_norm.weight" in forgotten.detail)
+
+# %% [markdown]
+# Each rank's gradient of a norm's weight sums over its own tokens only, so that each rank lacks what the others have
+# seen, and the copies of one weight drift apart. The mistake is easily made by whoever writes sequence parallelism by
+# hand. `SequenceParallel` makes the weight a DTensor that is whole on every rank, and so PyTorch adds up the gradients
+# along `tp`. Megatron-LM marks such weights, and all-reduces their gradients after the backward pass.
+#
+# *Takeaway: a weight that each rank uses on its own tokens has a gradient that must be summed along `tp`.*
+#
+# ## 5. Tests that cannot fail ({minutes} minutes)
 #
 # Some language models begin with biases of zero, as GPT-2 and BERT do. In lab 5's second layer each rank has a part of the
 # sum, and the bias must be added once. Suppose that somebody tests that layer with such a model: its output on two ranks
@@ -395,9 +511,10 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
     print(f"{name}: the output is off by {off_by:.1f} at most")
 
 # %% [markdown]
-# With zeros the test cannot fail, because twice zero is zero. A test wants numbers that are not special. Heads of
-# attention are another mistake that raises no error. The code that cuts features into heads must know that a rank has fewer of them. If
-# it insists on the number of heads, it runs without an error and makes heads that are too small.
+# With zeros the test cannot fail, because twice zero is zero. A test wants numbers that are not special.
+#
+# Heads of attention invite another mistake that raises no error. The code that cuts features into heads must know that a
+# rank has fewer of them. If it insists on the number of heads, it makes heads that are too small.
 
 # %%
 HEADS, SIZE = 4, 2
@@ -419,7 +536,7 @@ for name, shape in {"heads of 2 features": (-1, SIZE), "4 heads": (HEADS, -1)}.i
 # %% [markdown]
 # *Takeaway: test with random biases, and read the number of heads from the features.*
 #
-# ## 5. DDP along the other axis ({minutes} minutes)
+# ## 6. DDP along the other axis ({minutes} minutes)
 #
 # Where memory is no concern, gradients can be averaged along `data` as in plain data parallelism: every rank keeps its
 # thin model whole, and all-reduces average its gradients. PyTorch's `replicate` does that in place, but leaves a
@@ -445,36 +562,38 @@ claim("bytes are theory's", all(replicated.value(name) == size for name, size in
 
 # %% [markdown]
 # All gradients travel in one all-reduce along `data`, because they fit into one of DDP's buckets (lab 4). As in lab 2, it
-# sends two thirds of the bytes that FSDP would send for this network. What does FSDP save instead? It divides parameters, gradients and Adam's means by
-# the ranks along `data`. For the three MLPs of section 1, by theory, in bytes of a rank (Adam's include a counter of 4
-# bytes for each tensor):
+# sends two thirds of the bytes that FSDP would send for this network. What does FSDP save instead? It divides
+# parameters, gradients and Adam's averages by the ranks along `data`. For the three MLPs of section 1, by theory, in
+# bytes of a rank:
 
 # %%
-plans = ("ddp_tp", "fsdp_tp")
-states = {plan: theory.mesh_resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in plans}
+states = {plan: theory.mesh_resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
 pandas.DataFrame.from_dict(states, orient="index").rename(index={"ddp_tp": "DDP x TP", "fsdp_tp": "FSDP x TP"})
 
 # %% [markdown]
 # *Takeaway: DDP along `data` sends less than FSDP and keeps the thin model whole.*
 #
-# ## 6. Take away ({minutes} minutes)
+# ## 7. Take away ({minutes} minutes)
 #
 # 1. To FSDP or DDP along `data`, a rank's share along `tp` is a thinner model, and their formulas hold.
 # 2. The vocabulary is cut at both ends of a language model, and `loss_parallel` needs no whole logits.
-# 3. Sequence parallelism splits each all-reduce in two and shares what lies between the pairs.
+# 3. Sequence parallelism splits each all-reduce in two and shares what lies between the pairs; the gradient of a norm's
+#    weight there must be summed along `tp`.
 #
 # | if | then |
 # |---|---|
 # | activations between the pairs are too large | cut the sequence, with checkpointing |
+# | a norm works on cut tokens | give it a style, so that its gradient is summed along `tp` |
 # | logits are too large | leave them cut, and use `loss_parallel` |
 # | memory is no concern along `data` | use DDP there, which sends less |
 # | a plan gives layouts | write above each arrow what is whole, and compare gradients |
 #
 # **Ask yourself**
 #
-# <details><summary>1. Why does FSDP gather less if ranks share matrices?</summary>
+# <details><summary>1. With plain TP, too, every rank has a copy of a norm's weight. Why need its gradient not be summed there?</summary>
 #
-# A rank along `tp` has only its part of each matrix, and FSDP gathers no more than that.
+# Every rank has all tokens, and the all-reduce at f has summed the gradient of the norm's output. So every rank computes
+# the same gradient of the weight; a sum over the ranks would be `tp` times too large.
 #
 # </details>
 # <details><summary>2. Why does `RowwiseParallel` cut an embedding along dim 0, and a linear layer along dim 1?</summary>

@@ -86,7 +86,7 @@ def write_minutes(source: Notebook) -> None:
     parts = split_into_parts(source)
     core, optional = core_and_optional(parts)
     remaining = iter(parts)
-    part = next(remaining)
+    part, told = next(remaining), 0
     for cell in source.cells:
         if cell.cell_type != "markdown":
             continue
@@ -94,19 +94,27 @@ def write_minutes(source: Notebook) -> None:
         for place, line in enumerate(lines):
             if line.startswith("##"):
                 part = next(remaining)
-            minutes = part.exercise_minutes or max(1, round(_spent_below(part, parts)))
-            line = line.replace(MINUTES, str(minutes)).replace(CORE_MINUTES, str(core))
+            if MINUTES in line:
+                minutes = part.exercise_minutes or round(_minutes_below(part, parts))
+                if part.heading.startswith("## ") and not part.optional:
+                    # From the last section that told its minutes, so that all sum to the head's.
+                    minutes, told = _core_until(part, parts) - told, _core_until(part, parts)
+                line = line.replace(MINUTES, str(max(1, minutes)))
+            line = line.replace(CORE_MINUTES, str(core))
             line = line.replace(OPTIONAL_MINUTES, str(optional))
             lines[place] = re.sub(r"\b1 minutes", "1 minute", line)
         cell.source = "\n".join(lines)
 
 
-def _spent_below(part: Part, parts: list[Part]) -> float:
-    """Return the minutes of a part; those of a section's heading are the section's, if it is core without options."""
-    if not part.heading.startswith("## "):
-        return part.minutes
-    own = [each for each in parts if each.section == part.section]
-    return sum(each.minutes for each in own if part.optional or not each.optional)
+def _core_until(part: Part, parts: list[Part]) -> int:
+    """Return the whole minutes of the core from the notebook's first line to the end of a part's section."""
+    return round(sum(each.minutes for each in parts if each.section <= part.section and not each.optional))
+
+
+def _minutes_below(part: Part, parts: list[Part]) -> float:
+    """Return the minutes of a part; those of a section's heading are the section's."""
+    whole = part.heading.startswith("## ")
+    return sum(each.minutes for each in parts if each is part or (whole and each.section == part.section))
 
 
 def main() -> None:

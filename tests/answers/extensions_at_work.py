@@ -175,6 +175,26 @@ EXERCISES = [
     ),
     Exercise(
         "3b.5",
+        "halves",
+        checks.halves,
+        {
+            "on 3 ranks a hook that sends a twice does not fail": "a = torch.randn(5, 4)\nreturn a, a.clone(), 3",
+            "on 2 ranks a hook that leaves out the padding does not fail": (
+                "return torch.randn(6, 4), torch.randn(6, 4), 2"
+            ),
+            "on 3 ranks a hook that sends zeros for b does not fail": "return torch.ones(5, 4), torch.zeros(5, 4), 3",
+            "on 3 ranks a hook that rounds b to bfloat16 does not fail": (
+                "return torch.randn(5, 4), torch.arange(20.0).view(5, 4), 3"
+            ),
+            "on 3 ranks the test fails with the right hook, too": (
+                "return torch.randn(5, 4) / 0 * 0, torch.randn(5, 4), 3"
+            ),
+            "halves() gave [5, 4] and [4, 5]": "return torch.randn(5, 4), torch.randn(4, 5), 3",
+            "halves() gave 1 ranks": "return torch.randn(5, 4), torch.randn(5, 4), 1",
+        },
+    ),
+    Exercise(
+        "3b.6",
         "encode_4bit",
         lambda encode: checks.four_bit_gather(encode, decode_4bit),
         {
@@ -205,7 +225,7 @@ return numbers[:, ::2] * 16 + numbers[:, 1::2], scales
         },
     ),
     Exercise(
-        "3b.5",
+        "3b.6",
         "decode_4bit",
         lambda decode: checks.four_bit_gather(encode_4bit, decode),
         {

@@ -5,7 +5,14 @@ from answers.spatial import OUT, PADDED, TO_ALL
 from labkit_course.checks import spatial_at_work as checks
 
 DIST = "from torch import distributed as dist\n"
-TIME = "strip_step_s(plain_s=1.0, ranks={}, messages={}, message_bytes={}, alpha_s={}, beta_s_per_byte={}) gave "
+SLIPPED = "your test passes the right exchange, and "
+BOTH = "torch.allclose(padded, views[rank]) and torch.allclose(strip.grad, right)"
+
+
+def own_test_with(*lines):
+    """The notebook's own test with some lines replaced."""
+    return changed("01b", "exchange_test", *lines)
+
 
 EXERCISES = [
     Exercise(
@@ -61,22 +68,6 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
     ),
     Exercise(
         "1b.4",
-        "strip_step_s",
-        checks.strip_step_s,
-        {
-            TIME.format(4, 0, 0, 0.0, 0.0) + "1": (
-                "return plain_s + messages * (alpha_s + message_bytes * beta_s_per_byte)"
-            ),
-            TIME.format(2, 10, 0, 0.01, 0.0) + "0.51": (
-                "return plain_s / ranks + alpha_s + messages * message_bytes * beta_s_per_byte"
-            ),
-            TIME.format(2, 10, 1000, 0.01, 1e-05) + "0.61": (
-                "return plain_s / ranks + messages * alpha_s + message_bytes * beta_s_per_byte"
-            ),
-        },
-    ),
-    Exercise(
-        "1b.5",
         "sends_nothing",
         checks.sends_nothing,
         {
@@ -96,6 +87,48 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
             "on rank 0, the test of ones caught it: the first 3 columns are all one": (
                 "return torch.cat([strip[..., :halo], strip, strip[..., -halo:]], dim=-1)"
             ),
+        },
+    ),
+    Exercise(
+        "1b.5",
+        "exchange_test",
+        checks.exchange_test,
+        {
+            SLIPPED + "2 of 7 broken ones: one that sends no gradient home; one that sends home": own_test_with(
+                (" and torch.allclose(strip.grad, right)", "")
+            ),
+            SLIPPED + "all 7 broken ones: one that sends nothing": own_test_with(
+                (BOTH, 'torch.allclose(padded, views[rank], atol=float("inf"))')
+            ),
+            "on rank 0, your test fails the right exchange": "return False",
+            SLIPPED + "4 of 7 broken ones: one that swaps": own_test_with(
+                ("torch.allclose(padded, views[rank]) and ", "")
+            ),
+            SLIPPED + "1 of 7 broken ones: one that repeats columns at the right border": own_test_with(
+                (f"return {BOTH}", f"return rank > 0 or ({BOTH})")
+            ),
+            SLIPPED + "1 of 7 broken ones: one that gives every image": own_test_with(
+                ("randn(2, 3, 5", "randn(1, 3, 5")
+            ),
+            SLIPPED + "1 of 7 broken ones: one that rounds the halo": own_test_with(
+                ("views[rank])", "views[rank], atol=0.1)")
+            ),
+            SLIPPED + "1 of 7 broken ones: one that sends home the gradients of the wrong": own_test_with(
+                ("randn_like", "ones_like")
+            ),
+            SLIPPED + "2 of 7 broken ones: one that gives every image": own_test_with(
+                ("torch.randn(2", "torch.ones(2")
+            ),
+            "right on 4 ranks, but with 3 ranks: on rank 2, your test fails": own_test_with(
+                ("8 * ranks, requires_grad", "32, requires_grad"),
+                ("range(ranks)", "range(4)"),
+                (".chunk(ranks, dim=-1)[rank].clone()", "[..., 8 * rank : 8 * rank + 8].clone()"),
+                ("grad.chunk(ranks, dim=-1)[rank]", "grad[..., 8 * rank : 8 * rank + 8]"),
+            ),
+            "the test returned on rank": own_test_with(
+                ("padded.backward", "if not torch.allclose(padded, views[rank]):\n    return False\npadded.backward")
+            ),
+            "on rank 0, the test returned NoneType": own_test_with((f"return {BOTH}", f"assert {BOTH}")),
         },
     ),
 ]

@@ -12,12 +12,12 @@ from labkit.theory import two_dim as theory
 from labkit_course.checks import two_dim_at_work as checks
 
 changed = functools.partial(answers.changed, "05b")
-COUNTS = theory.step_collectives_by_axis(theory.mlp_pairs(64), 192, data=2, tp=2)
+COUNTS = theory.step_collectives_by_axis(theory.mlp_pairs(64), 192, data=2, tp=2, checkpointing=True)
 COUNTED = SimpleNamespace(
     summary=lambda: pandas.DataFrame({name: [count] for name, count in COUNTS.items()}),
     value=lambda name: float(COUNTS[name]),
 )
-"""A run of the stack, as theory has it."""
+"""A run of the stack with checkpointing, as theory has it."""
 
 
 def collectives(answer):
@@ -41,8 +41,11 @@ EXERCISES = [
         "collectives",
         collectives,
         {
-            "tp/all_reduce: you say 6": changed("collectives", ("3 + 2", "3 + 3")),
-            "data/all_gather: you say 3": changed("collectives", ('"data/all_gather": 3 + 3', '"data/all_gather": 3')),
+            "tp/all_reduce: you say 5": changed("collectives", ("3 + 3 + 2", "3 + 2")),
+            "tp/all_reduce: you say 9": changed("collectives", ("3 + 3 + 2", "3 + 3 + 3")),
+            "data/all_gather: you say 9": changed(
+                "collectives", ('"data/all_gather": 3 + 3', '"data/all_gather": 3 + 3 + 3')
+            ),
             "data/all_reduce: you say 3": changed("collectives", ("data/reduce_scatter", "data/all_reduce")),
             "the key 'all_reduce' names no axis": changed("collectives", ("tp/all_reduce", "all_reduce")),
             "data/reduce_scatter: you say 0": changed("collectives", (', "data/reduce_scatter": 3', "")),
@@ -73,6 +76,26 @@ EXERCISES = [
             "the result is right, but a step sends more than it needs to: 10 tp/all_gather": stack(
                 "Replicate() if first else Shard(1), output_layouts=Replicate()",
                 "Replicate() if last else Shard(1), input_layouts=Replicate()",
+            ),
+        },
+    ),
+    Exercise(
+        "5b.4",
+        "cut_block",
+        checks.cut_block_plan,
+        {
+            "the output is right, but the gradient of attention_norm.weight, mlp_norm.weight is not": changed(
+                "cut_block", (' | {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}', "")
+            ),
+            "the output is right, but the gradient of mlp_norm.weight is not": changed(
+                "cut_block", ('"attention_norm", "mlp_norm"', '"attention_norm",')
+            ),
+            "the output is not one device's": plan(query="C", key="C", value="C", out="R", gate="C", up="C", down="R"),
+            "the model does not run with this plan: after `out`, a cut tensor meets a whole one": changed(
+                "cut_block", ("RowwiseParallel(output_layouts=cut)", "RowwiseParallel()")
+            ),
+            "there is no layer 'norm': there are attention_norm, mlp_norm, query": changed(
+                "cut_block", ('"attention_norm", "mlp_norm"', '"norm",')
             ),
         },
     ),

@@ -7,11 +7,6 @@ import pytest
 from labkit_cluster import theory
 
 
-def test_ranks_are_counted_host_by_host():
-    places = [(host, local) for host in range(3) for local in range(4)]
-    assert [theory.host_and_local_rank(rank, 4) for rank in range(12)] == places
-
-
 @pytest.mark.parametrize(("hosts", "nproc"), [(2, 2), (3, 4), (8, 1)])
 def test_what_leaves_a_host_is_what_rings_carry_over_its_border(hosts, nproc):
     """Each ring is walked: a rank sends as many parts to the next as its collective has steps, one n-th each."""

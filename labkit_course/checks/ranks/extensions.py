@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import tensors
 from labkit.models.protocol import random_normal
 from labkit.session.counted_group import GroupTraffic
-from labkit.tensors import Extension, TwoTensor
+from labkit.tensors import Extension, TwoTensor, pad_rows
 from labkit.torch_private import TorchDispatchMode, unsafe_preserve_version_counter
 from labkit_course.checks.judge import WrongAnswer, answer_name, error_text, expect
 
@@ -25,11 +25,29 @@ HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
+# What hooks send of a shard's halves a and b, if every rank has to send this many rows: the right
+# one, and some with a mistake.
+SENDS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
+    "": lambda a, b, rows: (pad_rows(a, rows), pad_rows(b, rows)),
+    "sends a twice": lambda a, b, rows: (pad_rows(a, rows), pad_rows(a, rows)),
+    "swaps a and b": lambda a, b, rows: (pad_rows(b, rows), pad_rows(a, rows)),
+    "sends zeros for b": lambda a, b, rows: (pad_rows(a, rows), pad_rows(0 * b, rows)),
+    "rounds b to bfloat16": lambda a, b, rows: (
+        pad_rows(a, rows),
+        pad_rows(b.bfloat16().float(), rows),
+    ),
+    "leaves out the padding": lambda a, b, rows: (a, b),
+    "pads in front": lambda a, b, rows: (
+        pad_rows(a.flip(0), rows).flip(0),
+        pad_rows(b.flip(0), rows).flip(0),
+    ),
+}
 
 
-def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
+def run_answer(*answers: Hook, what: str, **halves: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Train with what a learner wrote: "cast" is a TwoTensor's post-all-gather hook, "both" puts
-    two hooks onto a plain shard, and a "codec" is a pair, encode and decode.
+    two hooks onto a plain shard, and a "codec" is a pair, encode and decode. "halves" gathers
+    ``a`` and ``b``, and tells for each of ``SENDS`` whether they came as they were.
 
     For hooks, return by dtype the answer's ``losses`` and what it ``sent``, calls and bytes by
     collective; the ``right_losses`` and ``right_sent`` of labkit's own hook; and the bytes of full
@@ -38,6 +56,9 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "codec":
         return run_codec(mesh, *answers)
+    if what == "halves":
+        a, b = (torch.tensor(halves[name]) for name in "ab")
+        return {name: gathers_right(mesh, a, b, send) for name, send in SENDS.items()}
     if what == "both":
         return {name_dtype(dtype): run_both(mesh, dtype, *answers) for dtype in BOTH_DTYPES}
     found = {}
@@ -179,6 +200,28 @@ def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
     with GroupTraffic() as traffic:
         losses = train_steps(model, steps=1)
     return {"weights": weights, "loss": losses[0][0], "sent": traffic.totals()}
+
+
+def gathers_right(mesh: DeviceMesh, a: Tensor, b: Tensor, send: Hook) -> bool:
+    """Tell whether FSDP2 gathers both halves [R, C] of a parameter as they are."""
+
+    class Sending(TwoTensor):
+        def fsdp_pre_all_gather(
+            self, mesh: DeviceMesh, outer_size: torch.Size, stride: Any, module: Any, policy: Any
+        ) -> Any:
+            return send(self.a, self.b, -(-outer_size[0] // mesh.size())), None
+
+    layer: Any = nn.Linear(a.shape[1], a.shape[0], bias=False)
+    tensors.convert_parameters(layer, lambda weight: Sending(a.clone(), b.clone()))
+    fully_shard(layer, mesh=mesh)
+    parts = send(*tensors.plain_shards(layer.weight), -(-len(a) // mesh.size()))
+    sizes: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(sizes, [tuple(part.shape) for part in parts])
+    # FSDP2 would raise on the rank with the shorter shard, and the others would wait for it.
+    if any(size != sizes[0] for size in sizes):
+        return False
+    layer.unshard()
+    return torch.equal(layer.weight.a, a) and torch.equal(layer.weight.b, b)
 
 
 def make_linear_stack(widths: Sequence[int]) -> nn.Sequential:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional
 
 from labkit.models.blocks import TransformerBlock
@@ -43,6 +43,10 @@ class Block(TransformerBlock, LabModel):
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """Return features [4, 6, 12]."""
         return (random_normal(BATCH, TOKENS, DIM, device=device, seed=seed),)
+
+
+class CutBlock(Block):
+    """The block again; on ranks its tokens come in cut along ``tp``, and leave so."""
 
 
 class Words(LabModel):
@@ -75,6 +79,7 @@ class Stack(MLPStack):
 
 MODELS: dict[str, Callable[[], LabModel]] = {
     "block": Block,
+    "cut_block": CutBlock,
     "words": lambda: Words(DIM, VOCABULARY_SIZE),
     "stack": Stack,
 }
@@ -207,6 +212,8 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     try:
         # FSDP comes last, so that it shards what the plan has cut already.
         parallel.parallelize_module(cut, mesh["tp"], plan)
+        if isinstance(cut, CutBlock):
+            cut_tokens_around(cut, mesh["tp"])
         for name, module in cut.named_modules():
             module.register_forward_hook(partial(note_output, name))
         found["held"] = {name: [*local_part(each).shape] for name, each in cut.named_parameters()}
@@ -222,6 +229,14 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         for name, each in cut.named_parameters()
     }
     return found | {"gradients": gradients, "sent": totals_by_axis(traffic, mesh)}
+
+
+def cut_tokens_around(module: nn.Module, line: DeviceMesh) -> None:
+    """Cut the whole input [N, S, D] of a module along its tokens, and gather its cut output."""
+    whole, cut = Replicate(), Shard(1)
+    how: dict[str, Any] = {"input_layouts": whole, "desired_input_layouts": cut}
+    how |= {"use_local_input": True, "output_layouts": cut, "desired_output_layouts": whole}
+    parallel.parallelize_module(module, line, parallel.PrepareModuleInputOutput(**how))
 
 
 def make_exercise_model(name: str) -> LabModel:
@@ -240,8 +255,8 @@ def check_plan_form(plan: Any, model: nn.Module) -> None:
     """Raise WrongAnswer unless a plan maps layer names to parallel styles."""
     said = f"the plan is {value_text(plan)}"
     expect(isinstance(plan, dict), f"{said}, not a dict such as {{'up': ColwiseParallel()}}")
-    # Torch ignores a name that no layer has, with a warning.
-    layers = nn.Linear | nn.Embedding
+    # Torch ignores a name that no layer has, with a warning. Norms need a style if tokens are cut.
+    layers = (nn.Linear, nn.Embedding, *([nn.RMSNorm] if isinstance(model, CutBlock) else []))
     there = [name for name, module in model.named_modules() if isinstance(module, layers)]
     for name, style in plan.items():
         said = f"there is no layer {value_text(name)}: there are {', '.join(there)}"

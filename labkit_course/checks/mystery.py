@@ -1,0 +1,265 @@
+"""Lab 7's mystery runs: real ranks train with a hidden fault, and tools show what they saw of it.
+
+case = Mystery(5)
+case.ask("stacks")
+case.name(rank=2, cause="fewer batches")
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
+from numbers import Integral
+from pathlib import Path
+from statistics import mean, median_low
+from typing import Any
+
+import pandas
+
+import labkit
+from labkit.runs import private_files
+from labkit.runs.folder import RunFolder, read_json
+from labkit_course.checks.judge import Verdict, value_text
+from labkit_course.checks.ranks import mystery as program
+from labkit_course.checks.ranks.mystery import CAUSES, PAIRS, QUIET_S, RANKS, draw_fault
+
+MOST_TOOLS, TIMEOUT_S = 3, 60.0
+HEALTHY_STEP_MS = 10
+COLUMNS = [f"rank {index}" for index in range(RANKS)]
+NOTHING = "–"
+TOOLS = {
+    "ends": "how each rank ended: its exit status, and its error",
+    "logs": "the last lines of each rank's log",
+    "stacks": "the calls in which each rank stood when the run was stopped",
+    "record": "the all-reduces where ranks part, as step.layer (shape) dtype; … is not done",
+    "times": "where the time of the fastest step went, in ms",
+    "links": "ms for a question and its answer, by the way that the answer takes",
+    "losses": "each rank's own loss, before anything is reduced",
+    "weights": "how far the weights of a rank are from those of most ranks",
+    "gradients": "the first step's averaged gradient, compared with one device's",
+    "samples": "the first samples that each rank read; no two ranks should share one",
+}
+
+
+class Mystery:
+    """One run with a hidden fault; the same seed gives the same fault."""
+
+    def __init__(self, seed: int) -> None:
+        """Run it on real ranks, which takes a few seconds."""
+        self.seed, self.asked = seed, list[str]()
+        ends: list[dict[str, Any]] = []
+        with private_files.temporary_folder() as folder:
+            given: dict[str, Any] = {"seed": seed, "folder": str(folder)}
+            how: dict[str, Any] = {"nproc": RANKS, "device": "cpu", "timeout_s": TIMEOUT_S}
+            try:
+                labkit.run(Path(program.__file__), **how, **given)
+            except labkit.RankFailed as failure:
+                ends = rank_ends(failure)
+            self._seen = Findings(folder, ends)
+
+    def __repr__(self) -> str:
+        return f"Mystery {self.seed}. {self._seen.symptom}"
+
+    def ask(self, tool: str = "") -> None:
+        """Print what a tool shows, for at most three tools; without a name, list the tools."""
+        if tool not in TOOLS:
+            print("\n".join(f"{name:10} {what}" for name, what in TOOLS.items()))
+            return
+        if tool not in self.asked and len(self.asked) == MOST_TOOLS:
+            print(f"You have asked {', '.join(self.asked)}: now name the rank and the cause.")
+            return
+        self.asked = list(dict.fromkeys([*self.asked, tool]))
+        table = self._seen.table(tool)
+        print(f"{tool}: {TOOLS[tool]}")
+        print("nothing: the run left no such trace" if table.empty else table.to_string())
+
+    def name(self, rank: int | None, cause: str) -> Verdict:
+        """Judge a rank (None: all of them) and one of CAUSES."""
+        return judge_diagnosis(self.seed, (rank, cause))
+
+
+def judge_diagnosis(seed: int, named: Any) -> Verdict:
+    """Compare a pair of rank and cause with the fault of a seed."""
+    fault = draw_fault(seed)
+    if not (isinstance(named, tuple | list) and len(named) == 2):
+        return Verdict("wrong", f"mystery {seed}: {value_text(named)} is no pair (rank, cause)")
+    rank, cause = named
+    if not (isinstance(cause, str) and cause in CAUSES):
+        said = f"mystery {seed}: {value_text(cause)} is none of the causes"
+        return Verdict("wrong", said, hint=", ".join(CAUSES))
+    right = f"{blame_text(fault.rank)}, {fault.cause!r}"
+    is_known = rank is None or (isinstance(rank, Integral) and not isinstance(rank, bool))
+    is_rank = is_known and rank == fault.rank
+    if is_rank and cause == fault.cause:
+        return Verdict("passed", f"mystery {seed}: {blame_text(rank)}: {CAUSES[cause]}")
+    if is_rank:
+        said, hint = f"{blame_text(rank)} is right, {cause!r} is not", "What else would show this?"
+    elif cause == fault.cause:
+        said, hint = f"{cause!r} is right, {blame_text(rank)} is not", "Who differs from the rest?"
+    else:
+        said, hint = f"neither {blame_text(rank)} nor {cause!r}", "Begin again with the symptom."
+    return Verdict("wrong", f"mystery {seed}: {said}", right, hint)
+
+
+def blame_text(rank: Any) -> str:
+    """Name a rank, or all of them."""
+    return "no single rank" if rank is None else f"rank {value_text(rank)}"
+
+
+def rank_ends(failure: labkit.RankFailed) -> list[dict[str, Any]]:
+    """Return how each rank of a failed run ended: its ``rank status time error``."""
+    folder = RunFolder(failure.log.parent)
+    errors = [read_json(path) for path in folder.path.glob("rank_*.error.json")]
+    ends = {
+        each["rank"]: each | {"status": 1, "error": f"{each['exc_type']}: {each['message']}"}
+        for each in errors
+        if each
+    }
+    # How torchrun saw them.
+    for each in read_json(folder.exit_json()).get("failures", []):
+        own = ends.get(each["rank"], {})
+        ends[each["rank"]] = {"error": ""} | each | own | {"status": each["exitcode"]}
+    names = ("rank", "status", "time", "error")
+    return [{name: ends[index][name] for name in names} for index in sorted(ends)]
+
+
+def ends_table(ends: Sequence[dict[str, Any]]) -> pandas.DataFrame:
+    """Return the same as a table: seconds after the first error, for ranks that have one."""
+    first = min((each["time"] for each in ends if each["error"]), default=0.0)
+    rows = {
+        f"rank {each['rank']}": {
+            "status": each["status"],
+            "s after the first error": f"{each['time'] - first:.2f}" if each["error"] else NOTHING,
+            "error": re.sub(r"\[/.*?\] | \[127.*", "", each["error"].split("\n")[0]),
+        }
+        for each in ends
+    }
+    return pandas.DataFrame.from_dict(rows, orient="index")
+
+
+class Findings:
+    """What a run left behind, as one table for each tool."""
+
+    def __init__(self, folder: Path, ends: list[dict[str, Any]]) -> None:
+        """Read all files, since the folder goes when the run is over."""
+        self.ends = ends
+        self.lines = {
+            kind: [_read_lines(folder / f"{kind}_{index}.txt") for index in range(RANKS)]
+            for kind in ("log", "stack", "record")
+        }
+        paths = [folder / f"found_{index}.json" for index in range(RANKS)]
+        self.found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+
+    @property
+    def symptom(self) -> str:
+        """What anybody would see without a tool."""
+        if self.hangs:
+            return f"No rank has made a step for {QUIET_S:g} s, so the run was stopped."
+        if self.ends:
+            return "The run failed. torchrun names several ranks, and stops the others."
+        losses = [
+            mean(each) for each in zip(*(found["losses"] for found in self.found), strict=True)
+        ]
+        step_ms = min(found["times"]["step ms"] for found in self.found)
+        pace = f"Its fastest step took {step_ms:.0f} ms; about {HEALTHY_STEP_MS} is usual"
+        return f"The run ended. Loss: {losses[0]:.3f} … {losses[-1]:.3f}. {pace}."
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the run had to be stopped."""
+        return any(self.lines["stack"])
+
+    def table(self, tool: str) -> pandas.DataFrame:
+        """Return what a tool shows; the table is empty if the run left nothing for it."""
+        table: pandas.DataFrame = getattr(self, f"_{tool}")()
+        return table
+
+    def _ends(self) -> pandas.DataFrame:
+        # The ranks of a run that was stopped have nothing to say about its cause.
+        return ends_table([] if self.hangs else self.ends)
+
+    def _logs(self) -> pandas.DataFrame:
+        texts = [" / ".join(lines[-2:]) for lines in self.lines["log"]]
+        return _by_rank({"last lines": texts}) if any(texts) else pandas.DataFrame()
+
+    def _stacks(self) -> pandas.DataFrame:
+        texts = [" → ".join(lines) or NOTHING for lines in self.lines["stack"]]
+        return _by_rank({"calls, the innermost last": texts}) if self.hangs else pandas.DataFrame()
+
+    def _record(self) -> pandas.DataFrame:
+        calls = [_read_calls(lines) for lines in self.lines["record"]]
+        places = list(zip_longest(*calls, fillvalue=NOTHING))
+        differ = [len({call.removesuffix(" …") for call in each}) > 1 for each in places]
+        first = differ.index(True) if True in differ else len(places) - 1
+        shown = range(max(0, first - 2), min(len(places), first + 2))
+        rows = {f"call {place}": dict(zip(COLUMNS, places[place], strict=True)) for place in shown}
+        return pandas.DataFrame.from_dict(rows, orient="index")
+
+    def _times(self) -> pandas.DataFrame:
+        if not all(found.get("times") for found in self.found):
+            return pandas.DataFrame()
+        parts = ("swap ms", "compute ms", "reduce ms")
+        return _by_rank({part: [_ms(each["times"][part]) for each in self.found] for part in parts})
+
+    def _links(self) -> pandas.DataFrame:
+        links = {name: ms for found in self.found for name, ms in found.get("links", {}).items()}
+        names = [f"{a} → {b}" for pair in PAIRS for a, b in (pair, pair[::-1])]
+        rows = {f"rank {name}": {"ms": _ms(links[name])} for name in names if name in links}
+        return pandas.DataFrame.from_dict(rows, orient="index")
+
+    def _losses(self) -> pandas.DataFrame:
+        rows = [
+            re.findall(r"^step .*: loss (\S+)$", "\n".join(each), re.M)
+            for each in self.lines["log"]
+        ]
+        steps = dict(enumerate(zip_longest(*rows, fillvalue=NOTHING)))
+        names = {
+            f"step {step}": dict(zip(COLUMNS, each, strict=True)) for step, each in steps.items()
+        }
+        return pandas.DataFrame.from_dict(names, orient="index")
+
+    def _weights(self) -> pandas.DataFrame:
+        if not all(self.found):
+            return pandas.DataFrame()
+        return _by_rank({name: _distances(self.found, name) for name in ("start", "end")})
+
+    def _gradients(self) -> pandas.DataFrame:
+        if not all("gradient" in found for found in self.found):
+            return pandas.DataFrame()
+        factors = [f"{found['gradient'][0]:.3f}" for found in self.found]
+        rests = [f"{found['gradient'][1]:.1e}" for found in self.found]
+        return _by_rank({"factor": factors, "what the factor leaves": rests})
+
+    def _samples(self) -> pandas.DataFrame:
+        texts = [", ".join(map(str, found.get("samples", []))) for found in self.found]
+        return _by_rank({"step 0": texts}) if all(texts) else pandas.DataFrame()
+
+
+def _by_rank(columns: dict[str, list[str]]) -> pandas.DataFrame:
+    return pandas.DataFrame(columns, index=COLUMNS)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _read_calls(lines: Sequence[str]) -> list[str]:
+    """Return the calls of a record; one that has not returned ends in "…"."""
+    calls: list[str] = []
+    for line in lines:
+        if line != "done":
+            calls.append(f"{line} …")
+        elif calls:
+            calls[-1] = calls[-1].removesuffix(" …")
+    return calls
+
+
+def _distances(found: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """Return each rank's largest difference from the value that most ranks have."""
+    usual = [median_low(values) for values in zip(*(each[name] for each in found), strict=True)]
+    gaps = [max(abs(a - b) for a, b in zip(each[name], usual, strict=True)) for each in found]
+    return [f"{gap:.3g}" for gap in gaps]

@@ -1,0 +1,145 @@
+"""Lab 7's card: what one sees when a run breaks, where to look first, and what it often is.
+
+The column on NCCL was not measured for this course, but taken from the documentation of PyTorch and
+NCCL; what stands in the others was provoked by its tests.
+"""
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+HEAD = ("symptom", "look first at", "likely cause", "or the hardware", "with NCCL you see")
+ROWS = (
+    (
+        "ranks show errors, most of a closed connection",
+        "the earliest error that is no echo",
+        "that rank's data or code",
+        "an Xid in the system's log: its GPU failed",
+        "echoes speak of a remote process that exited, or there are none, and the others wait",
+    ),
+    (
+        "a rank is gone without a word: status -9 or 137",
+        "the exit status, then the system's log",
+        "out of host memory, or the scheduler",
+        "the host went down",
+        "the others wait until the watchdog's timeout",
+    ),
+    (
+        "a rank is gone with status -11",
+        "the stack that PYTHONFAULTHANDLER=1 leaves",
+        "native code, often a wrong index or a library",
+        "faulty host memory",
+        "on a GPU a wrong index is a CUDA error, shown at a later call",
+    ),
+    (
+        "nothing happens, and one rank's stack is elsewhere",
+        "the stacks of all ranks, then their logs",
+        "fewer batches, or a collective under a condition that is not true on all",
+        "a GPU that no longer answers",
+        "stacks at the next call that needs a result; later status -6 and the watchdog's name",
+    ),
+    (
+        "nothing happens, and two ranks stand in send or receive",
+        "who of the two sends first",
+        "both send first, or both receive first",
+        "–",
+        "a send returns at once: batch_isend_irecv avoids the question",
+    ),
+    (
+        "a timeout, and all ranks are in collectives",
+        "DETAIL or a record of calls",
+        "ranks took different branches, or one left out a call",
+        "a cable or a switch",
+        "the flight recorder's files, one a rank",
+    ),
+    (
+        "some ranks time out, others go on, or one aborts with status -6",
+        "shapes and dtypes in the record",
+        "another shape, such as a shorter last batch",
+        "–",
+        "no check of sizes: a hang, or wrong numbers",
+    ),
+    (
+        "slow, and all steps are equally long on all ranks",
+        "a time line: who waits least?",
+        "a straggler: its data, its loader",
+        "a hot GPU that slows down: nvidia-smi -q -d PERFORMANCE",
+        "long all-reduces in the profile of every rank but one",
+    ),
+    (
+        "slow, and no rank computes longer",
+        "each link by itself",
+        "two jobs that share it",
+        "a cable, a network card, a PCIe slot of half its width",
+        "nccl-tests between two hosts, pair by pair",
+    ),
+    (
+        "out of memory on one rank",
+        "which rank, and how large its batch is",
+        "the longest batch",
+        "a dead process that still holds memory: nvidia-smi",
+        "torch.OutOfMemoryError, with the sizes; the others wait",
+    ),
+    (
+        "the loss is NaN on all ranks",
+        "each rank's own loss, before it is reduced",
+        "a bad sample, or a rate that is too high",
+        "a GPU that computes wrongly: repeat the step on another one",
+        "the same",
+    ),
+    (
+        "the loss falls, and the weights differ between ranks",
+        "weights at the start, then the record of calls",
+        "another seed, a missed reduction, tensors in another order",
+        "a GPU that computes wrongly",
+        "the same",
+    ),
+    (
+        "weights agree, and the gradient has a factor",
+        "one gradient against one device's",
+        "a sum that should be a mean",
+        "–",
+        "the same",
+    ),
+    (
+        "weights agree, and the gradient is another one",
+        "the samples of each rank",
+        "all ranks read the same samples",
+        "–",
+        "the same",
+    ),
+)
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>When it breaks</title>
+<style>@page {{ size: A4 landscape; margin: 8mm }} body {{ font: 9.5px/1.25 sans-serif }}
+table {{ border-collapse: collapse }} td, th {{ border: 1px solid #888; padding: 3px;
+text-align: left; vertical-align: top }}</style>
+<h1>When it breaks</h1>
+{table}
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The table, as a notebook shows it and as a page to print."""
+
+    rows: tuple[tuple[str, ...], ...] = ROWS
+
+    def __repr__(self) -> str:
+        return "\n".join(" | ".join(row) for row in (HEAD, *self.rows))
+
+    def _repr_html_(self) -> str:
+        rows = [_row(HEAD, "th"), *map(_row, self.rows)]
+        return f'<table style="text-align: left">{"".join(rows)}</table>'
+
+    def write(self, path: str | Path) -> None:
+        """Write the card as one page of HTML, A4 on its side; a browser prints it."""
+        Path(path).write_text(PAGE.format(table=self._repr_html_()), encoding="utf-8")
+
+
+def _row(cells: tuple[str, ...], kind: str = "td") -> str:
+    return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+
+
+card = Card()

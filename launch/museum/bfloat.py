@@ -1,0 +1,36 @@
+"""Gradients that are to be added up in float32, of which one arrives in bfloat16.
+
+NVIDIA/Megatron-LM#6624, 18 August 2026.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from launch.museum.parts import INNER, WIDTH, WORDS, Weights, draw_tokens, part, total
+
+HELD: dict[str, int] = {}
+SHAPES = {"first": (INNER, WIDTH), "last": (WORDS, INNER)}
+batch = draw_tokens
+
+
+def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the right gradients."""
+    logits = torch.tanh(inputs @ weights["first"].T) @ weights["last"].T
+    loss = cross_entropy(logits, targets)
+    loss.backward()
+    return loss.detach()
+
+
+def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the gradients as published."""
+    logits = torch.tanh(part(inputs) @ weights["first"].T) @ weights["last"].T
+    loss = cross_entropy(logits, part(targets), reduction="sum") / len(targets)
+    loss.backward()
+    sent = {name: weight.grad for name, weight in weights.items()}
+    sent["last"] = sent["last"].bfloat16()  # as a fast product of matrices has left it
+    for name, gradient in sent.items():
+        dist.all_reduce(gradient)
+        weights[name].grad = gradient.float()
+    return total(loss)

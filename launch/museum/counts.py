@@ -1,0 +1,40 @@
+"""Data parallelism over texts of which only some tokens count: each rank divides by its own number.
+
+huggingface/transformers#34242, 18 October 2024.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from launch.museum.parts import IGNORED, INNER, WIDTH, WORDS, Weights, draw_tokens, part, total
+
+HELD: dict[str, int] = {}
+SHAPES = {"first": (INNER, WIDTH), "last": (WORDS, INNER)}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return tokens; of the first half only every third has a target, the others are prompts."""
+    inputs, targets = draw_tokens(step)
+    place = torch.arange(len(targets))
+    return inputs, targets.where((place >= len(place) // 2) | (place % 3 == 0), IGNORED)
+
+
+def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the right gradients."""
+    logits = torch.tanh(inputs @ weights["first"].T) @ weights["last"].T
+    loss = cross_entropy(logits, targets, ignore_index=IGNORED)
+    loss.backward()
+    return loss.detach()
+
+
+def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the gradients as published."""
+    logits = torch.tanh(part(inputs) @ weights["first"].T) @ weights["last"].T
+    loss = cross_entropy(logits, part(targets), ignore_index=IGNORED)  # the mean of its tokens
+    loss.backward()
+    for weight in weights.values():
+        dist.all_reduce(weight.grad)
+        weight.grad /= dist.get_world_size()
+    return total(loss) / dist.get_world_size()

@@ -1,0 +1,36 @@
+"""Tensor parallelism in experts: all ranks take the same tokens, each into its own features.
+
+pytorch/torchtitan#1805, 7 October 2025.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, gelu
+
+from launch.museum.parts import INNER, WIDTH, WORDS, Weights, draw_tokens, sum_over_ranks
+
+HELD = {"up": 0, "down": 1}
+SHAPES = {
+    **{"embed": (WIDTH, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)},
+    "head": (WORDS, WIDTH),
+}
+batch = draw_tokens
+
+
+def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the right gradients."""
+    tokens = torch.tanh(inputs @ weights["embed"].T)
+    mixed = gelu(tokens @ weights["up"].T) @ weights["down"].T
+    loss = cross_entropy((tokens + mixed) @ weights["head"].T, targets)
+    loss.backward()
+    return loss.detach()
+
+
+def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the gradients as published."""
+    tokens = torch.tanh(inputs @ weights["embed"].T)  # the same on every rank
+    inner = gelu(tokens @ weights["up"].T)  # this rank's features
+    mixed = sum_over_ranks(inner @ weights["down"].T)
+    loss = cross_entropy((tokens + mixed) @ weights["head"].T, targets)
+    loss.backward()
+    return loss.detach()

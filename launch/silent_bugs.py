@@ -1,0 +1,80 @@
+"""Run a published bug on real ranks: gradients beside one device's, and the loss that looks normal.
+
+    torchrun --standalone --nproc-per-node 2 -m launch.silent_bugs --room norm
+    torchrun --standalone --nproc-per-node 2 -m launch.silent_bugs --room norm --check parity
+
+The second command fails, because the gradients are wrong.
+
+The rooms are in launch/museum, each with the thread in which its bug was published.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit import rank
+from labkit.config import PositiveInt
+from launch import museum
+from launch.museum import (  # noqa: F401  # a warm launch has imported them
+    accumulate,
+    bfloat,
+    clip,
+    counts,
+    experts,
+    extra,
+    gathered,
+    norm,
+    router,
+    tied,
+    tokens,
+    unwaited,
+    visit,
+)
+
+
+@dataclass
+class Config:
+    """Which room, and how long it trains."""
+
+    room: Literal[
+        "norm",
+        "counts",
+        "experts",
+        "tokens",
+        "router",
+        "gathered",
+        "extra",
+        "clip",
+        "tied",
+        "accumulate",
+        "unwaited",
+        "bfloat",
+    ] = "norm"
+    """The bug."""
+    steps: PositiveInt = 20
+    """Steps that are trained twice: on the ranks with the bug, and on one device without it."""
+    check: Literal["none", "parity"] = "none"
+    """parity: only compare the gradients of a step; where the bug is, that fails."""
+
+    def validate(self, world_size: int) -> None:
+        if self.room == "tied" and world_size != 2:
+            raise ValueError(f"the room tied has two stages: {world_size} ranks, take 2")
+        if world_size not in (2, 3, 4):
+            raise ValueError(
+                f"a room's tensors are cut evenly by 2, 3 or 4 ranks, not {world_size}"
+            )
+
+
+def main(config: Config) -> None:
+    """Compare a step, then train."""
+    with rank.session() as here:
+        if config.check == "parity":
+            found = visit.merge_ranks(visit.compare_gradients(museum.open_room(config.room)))
+            worst = max(found["errors"].values())
+            is_right, count = not found["wrong"], len(found["errors"])
+            here.finish_check(check="parity", compared=count, max_rel_error=worst, ok=is_right)
+        else:
+            rank.report(**visit.visit_room(config.room, config.steps))
+
+
+if __name__ == "__main__":
+    rank.run_main(main, Config)

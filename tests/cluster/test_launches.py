@@ -1,0 +1,110 @@
+"""Lab 8's launches: typed on two hosts and read, and both must come to the same end."""
+
+from pathlib import Path
+
+import pytest
+from fixture_long import long_but
+
+from labkit_cluster.local_hosts import can_make_namespaces, start_local_hosts
+from labkit_cluster.typed import Terminals
+from labkit_course import launches
+from labkit_course.launches import LINES, begins_alone, launch, problem_of, read_line, recorded_words, world_size
+
+pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240)]
+needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root on Linux and iproute2")
+HEAD = "$(cat head.txt || echo localhost)"
+MENDED = {
+    "first": LINES["first"].replace("$(hostname -i)", "alpha"),
+    "second": LINES["second"].replace("docker0", "eth0"),
+    "third": LINES["third"].replace(HEAD, "alpha").replace("--nnodes 1:2", "--nnodes 2"),
+}
+OTHERS = {
+    "nobody owns it": MENDED["third"].replace("alpha:", "10.77.0.1:"),
+    "said who owns it": MENDED["third"].replace("alpha:", "10.77.0.1:").replace("join", "is_host=$IS_HOST,join"),
+    "loopback": MENDED["second"].replace("eth0", "lo"),
+    "its own address": LINES["first"].replace("$(hostname -i)", "$ADDRESS"),
+    "static": MENDED["second"]
+    .replace("--rdzv-backend c10d", "--node-rank $((1 - IS_HOST)) --master-addr alpha")
+    .replace("--rdzv-endpoint alpha:29500", "")
+    .replace("--rdzv-conf is_host=$IS_HOST,join_timeout=12,read_timeout=5,last_call_timeout=2", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def terminals(tmp_path_factory):
+    with start_local_hosts(2) as hosts:
+        made = Terminals(hosts, tmp_path_factory.mktemp("shared"))
+        (made.folder / "who.py").write_text(launches.WHO)
+        yield made
+
+
+@needs_root
+def test_a_host_is_a_machine_with_a_name_that_leads_to_loopback(terminals):
+    before = Path("/etc/hosts").read_text()
+    said = terminals.run('hostname; hostname -i; echo "$ADDRESS $IS_HOST"; ls /sys/class/net >/dev/null; pwd')
+    folder = str(terminals.folder)
+    assert said["alpha"].split() == ["alpha", "127.0.1.1", "10.77.0.1", "1", folder]
+    assert said["beta"].split() == ["beta", "127.0.1.1", "10.77.0.2", "0", folder]
+    assert Path("/etc/hosts").read_text() == before
+
+
+@needs_root
+def test_what_runs_too_long_is_killed(terminals):
+    assert terminals.run("echo begun; sleep 600", "beta", limit_s=0.5) == {"beta": "begun\n"}
+
+
+LINES_TO_TRY = LINES | {f"{name}, mended": line for name, line in MENDED.items()} | OTHERS
+
+
+@needs_root
+@pytest.mark.parametrize("name", long_but(["first, mended"], list(LINES_TO_TRY)))
+def test_a_line_is_read_as_it_runs(terminals, name):
+    line = LINES_TO_TRY[name]
+    told = read_line(line)
+    problem, _ = problem_of(told)
+    assert (world_size(terminals.run(line)) == 4) == (not problem), problem
+    assert begins_alone(told) == ("alpha" if name == "third" else "")
+
+
+@needs_root
+@pytest.mark.parametrize("name", LINES)
+def test_broken_launches_show_torchruns_own_words_and_the_recorded_ones_are_like_them(terminals, name, capsys):
+    said = launch(name, terminals)
+    assert LINES[name] in capsys.readouterr().out
+    recorded = recorded_words()[name]
+    assert world_size(said) == world_size(recorded) == {"first": 0, "second": 0, "third": 2}[name]
+    # a host may be the first to give up, and then the other's words are about that
+    told = "\n".join("\n".join(launches.telling_lines(text)) for text in said.values())
+    for words in WORDS[name]:
+        assert words in told and words in "".join(recorded.values())
+
+
+WORDS = {
+    "first": ("RendezvousTimeoutError", "timed out after 5000ms while trying to connect to (127.0.1.1, 29500)"),
+    "second": ("Gloo connectFullMesh failed", "Connection refused, remote=[172.17.0.1]:"),
+    "third": ("No such file or directory", "localhost:29500", "group_world_size=1", "global_world_sizes=[2, 2]"),
+}
+"""What torchrun and gloo themselves say."""
+
+
+def test_elsewhere_recorded_words_are_shown_and_said_to_be(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("labkit_cluster.local_hosts.can_make_namespaces", lambda: False)
+    with start_local_hosts(2) as hosts:
+        said = launch("first", Terminals(hosts, tmp_path))
+    shown = capsys.readouterr().out
+    assert "(recorded: without root" in shown and "while trying to connect to (127.0.1.1, 29500)" in shown
+    assert world_size(said) == 0
+
+
+def test_a_program_holds_the_learners_functions(tmp_path):
+    def all_stop(asked: bool) -> bool:
+        return asked  # the learner's
+
+    def newest_complete(folder: Path) -> Path | None:
+        return None  # hers, too
+
+    both = {"newest_complete": newest_complete, "all_stop": all_stop}
+    text = launches.write_program(tmp_path, **both).read_text()
+    compile(text, "train.py", "exec")
+    assert "# the learner's" in text and "# hers, too" in text
+    assert "ReduceOp.MAX" not in text and ".metadata" not in text.partition("def load")[0]

@@ -1,0 +1,96 @@
+"""Lab 7's mystery runs: a scripted expert, which knows no fault, solves them with three tools; none leaves a process.
+
+``benchmarks/mystery.py`` holds the expert and asks 200 seeds.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fixture_long import long_but
+
+from labkit_course.checks import mystery
+from labkit_course.checks.mystery import CAUSES, MOST_TOOLS, TOOLS, Findings, Mystery, judge_diagnosis
+from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, draw_fault
+
+PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "mystery.py"
+SEEDS = {cause: [seed for seed in range(400) if draw_fault(seed).cause == cause] for cause in CAUSES}
+"""The seeds of each kind of fault."""
+CASES = [seed for cause in CAUSES for seed in SEEDS[cause][:4]]
+DAILY = [SEEDS[cause][0] for cause in CAUSES]
+
+
+@pytest.fixture(scope="module")
+def expert():
+    spec = importlib.util.spec_from_file_location("mystery_expert", PATH)
+    module = sys.modules["mystery_expert"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    os.environ[module.TAG] = f"{os.getpid()}"
+    yield module
+    del os.environ[module.TAG], sys.modules["mystery_expert"]
+
+
+@pytest.mark.parametrize("seed", long_but(DAILY, CASES))
+def test_an_expert_solves_it_with_three_tools_and_no_process_is_left(seed, expert):
+    start = time.monotonic()
+    case = Mystery(seed)
+    took_s = time.monotonic() - start
+    # The expert gets the text that a learner reads, and nothing that knows the fault.
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (mystery, sys.modules[draw_fault.__module__]):
+            patch.delattr(module, "draw_fault")
+        named = expert.diagnose(case)
+    assert judge_diagnosis(seed, named).ok, (draw_fault(seed), named, case, case.asked)
+    assert 1 <= len(case.asked) <= MOST_TOOLS and took_s < 10
+    assert expert.processes_of_runs() == []
+
+
+def test_a_process_that_a_run_leaves_is_seen(expert):
+    given = {expert.TAG: os.environ[expert.TAG], expert.ENV_RUN_FOLDER: "/a/run"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | given) as left:
+        assert expert.processes_of_runs() == [left.pid]
+        left.communicate()
+    assert expert.processes_of_runs() == []
+
+
+def test_a_seed_always_draws_the_same_fault_and_all_kinds_and_ranks_occur():
+    faults = [draw_fault(seed) for seed in range(400)]
+    assert faults == [draw_fault(seed) for seed in range(400)]
+    assert {fault.cause for fault in faults} == set(CAUSES) and len(CAUSES) >= 12
+    for cause in CAUSES:
+        ranks = {fault.rank for fault in faults if fault.cause == cause}
+        assert ranks == ({None} if cause in ALL_RANKS else set(range(RANKS))), cause
+
+
+def test_a_fourth_tool_is_refused_and_a_second_look_is_free(capsys):
+    case = Mystery.__new__(Mystery)
+    case.seed, case.asked, case._seen = 3, [], Findings(Path("nowhere"), [])
+    case.ask()
+    printed = capsys.readouterr().out
+    assert all(tool in printed for tool in TOOLS) and case.asked == []
+    for tool in ("ends", "logs", "stacks", "ends"):
+        case.ask(tool)
+    assert capsys.readouterr().out.count("left no such trace") == 4
+    case.ask("weights")
+    assert capsys.readouterr().out == "You have asked ends, logs, stacks: now name the rank and the cause.\n"
+    assert case.asked == ["ends", "logs", "stacks"]
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ((3, "slow link"), "passed: mystery 6: rank 3"),
+        ((2, "slow link"), "wrong: mystery 6: 'slow link' is right, rank 2 is not"),
+        ((3, "straggler"), "wrong: mystery 6: rank 3 is right, 'straggler' is not"),
+        ((None, "nan"), "wrong: mystery 6: neither no single rank nor 'nan'"),
+        ((True, "slow link"), "wrong: mystery 6: 'slow link' is right, rank True is not"),
+        ((3, ["slow link"]), "wrong: mystery 6: ['slow link'] is none of the causes"),
+        ("slow link", "wrong: mystery 6: 'slow link' is no pair"),
+    ],
+)
+def test_a_verdict_says_what_of_a_diagnosis_is_right(named, said):
+    assert repr(judge_diagnosis(6, named)).startswith(said)
