@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -90,23 +91,25 @@ class Slurm:
     def mend(self) -> None:
         """Start those nodes again whose daemon has ended or no longer answers, as it rarely does by itself."""
         for node in NODES:
-            daemon = self._daemons[node]
-            with contextlib.suppress(AssertionError):  # a busy one answers again
-                wait_for(
-                    lambda node=node, daemon=daemon: daemon.poll() is not None or not self._is_lost(node), limit_s=30
-                )
-            if daemon.poll() is None and not self._is_lost(node):
-                continue
+            there = partial(self._is_there, node)
+            if self._daemons[node].poll() is None:
+                with contextlib.suppress(AssertionError):  # a busy one answers again
+                    wait_for(there, limit_s=30)
+                    continue
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.kill_node(node)
             self.start_node(node)
             self.ask("scontrol", "update", f"nodename={node}", "state=resume")
-            wait_for(lambda node=node: not self._is_lost(node), limit_s=30)
+            wait_for(there, limit_s=30)
 
     def tell(self) -> str:
         """What the report of a failed test should hold: the nodes, the jobs, and the ends of all logs."""
+        said = []
+        for words in (("sinfo", "-N", "-o", "%N %T %E"), ("squeue",)):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a controller that is gone does not answer
+                said.append(self.ask(*words))
         logs = [f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log"))]
-        return "\n".join([self.ask("sinfo", "-N", "-o", "%N %T %E"), self.ask("squeue"), *logs])
+        return "\n".join(said + logs)
 
     def kill_node(self, node: str) -> None:
         """As if its plug was pulled: the daemon and all that it has started end at once."""
@@ -146,9 +149,10 @@ class Slurm:
     def _state_of(self, node: str) -> str:
         return self.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
 
-    def _is_lost(self, node: str) -> bool:
+    def _is_there(self, node: str) -> bool:
+        """Whether a node answers, with or without jobs; a state that ends in * is one that was heard of earlier."""
         state = self._state_of(node)
-        return state.startswith(("down", "drain")) or state.endswith("*")
+        return not state.startswith(("down", "drain")) and not state.endswith("*")
 
     def _start(self, name: str, *words: object) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:
