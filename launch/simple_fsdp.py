@@ -230,11 +230,11 @@ def allocated_peak(run: Callable[[], None], device: torch.device) -> int:
         run()
         return torch.cuda.max_memory_allocated(device) - before
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with timeline._silence_stderr():
+    with timeline.silence_stderr():
         profiler.start()
     with LetGlooFinish():
         run()
-    with timeline._silence_stderr():
+    with timeline.silence_stderr():
         profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

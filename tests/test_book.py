@@ -1,4 +1,4 @@
-"""The book's pages before Sphinx sees them, and a README of one screen; tests/browser/test_book.py builds the book."""
+"""The book's pages before Sphinx sees them, and a README of one screen; browser/test_book_pages.py builds the book."""
 
 import ast
 import json

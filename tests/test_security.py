@@ -342,7 +342,9 @@ def test_nothing_is_unpickled_that_another_user_could_have_written():
     ]
     assert len(loads) >= 5 and {said for _, said in loads} == {True}, loads
     assert [file for file, name, _ in calls() if name in ("np.load", "numpy.load")] == []
-    ours = [(name, named) for file, name, named in calls() if not file.startswith("notebooks")]
+    # Neither a notebook's cell nor the plain program of lab 8, which needs PyTorch alone, reads another's saves.
+    learners = ("notebooks", "launch/cluster/train.py")
+    ours = [(name, named) for file, name, named in calls() if not file.startswith(learners)]
     readers = [named.get("storage_reader") for name, named in ours if name in ("state_dict_loader.load", "dcp.load")]
     assert readers and {reader and name_of(reader.func) for reader in readers} == {"SafeCheckpointReader"}
 

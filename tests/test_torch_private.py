@@ -21,7 +21,7 @@ PROGRAMS = [
 ]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PROGRAMS}
 OTHERS = {"_exit", "_shutdown", "_run_exitfuncs", "_clear", "_registry", "_exitfunc"}
-OTHERS |= {"_exit_function", "_getframe", "_render_traceback_", "_repr_mimebundle_"}
+OTHERS |= {"_exit_function", "_getframe", "_current_frames", "_render_traceback_", "_repr_mimebundle_"}
 """Private names of Python and of IPython."""
 BROKEN = PrivateName("torch.distributed:_no_such_name", "a test", "the test of labs")
 

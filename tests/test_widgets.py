@@ -186,7 +186,8 @@ def test_a_solved_lab_keeps_its_figure_and_no_state(kind):
         assert "widgets" not in notebook.metadata
         for cell in notebook.cells:
             if cell.source.strip().endswith(f"widgets.{kind.__name__}()"):
-                shown += sum("image/png" in output.data and WIDGET_VIEW not in output.data for output in cell.outputs)
+                data = [output.get("data", {}) for output in cell.outputs]
+                shown += sum("image/png" in each and WIDGET_VIEW not in each for each in data)
                 notebook.cells = [cell]
                 page, _ = HTMLExporter().from_notebook_node(notebook)
                 assert page.count('src="data:image/png') == 1

@@ -129,9 +129,9 @@ def profile_step(
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = profile(activities=activities)
     with contextlib.ExitStack() as stack:
-        with _silence_stderr():
+        with silence_stderr():
             profiler.start()
-        stack.callback(_silence_stderr()(profiler.stop))
+        stack.callback(silence_stderr()(profiler.stop))
         for name, modules in (units or {}).items():
             for module in modules:
                 for handle in _mark_passes(module, name):
@@ -214,7 +214,7 @@ def _mark_gradients(tensors: Any, label: str) -> None:
 
 
 @contextlib.contextmanager
-def _silence_stderr() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Drop what is written to file descriptor 2: kineto prints each start and stop."""
     sys.stderr.flush()
     kept = os.dup(2)

@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from labkit import torch_private
 from launch import museum
 from launch.museum.parts import Weights, draw_weights
 from launch.museum.visit import Step, share
@@ -98,7 +98,7 @@ def ask_all(steps: Mapping[str, Step] | None = None) -> dict[str, str | None]:
 
 @contextmanager
 def _fake_group() -> Iterator[Any]:
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=torch_private.FakeStore())
     try:
         yield dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=(AXIS,))
     finally:
@@ -142,7 +142,7 @@ def _typed_calls(spmd: Any, step: Step, weights: Weights) -> Iterator[None]:
             plain_gradient.__set__(weight, gradient)
 
     real_all_reduce, real_all_gather = dist.all_reduce, dist.all_gather
-    plain_gradient: Any = torch._C.TensorBase.grad
+    plain_gradient: Any = Tensor.grad
     names: dict[str, Callable[..., Any]] = {
         "part": lambda whole, dim=0: typed(whole.chunk(RANKS, dim)[0], spmd.V),
         "total": lambda loss: typed(torch.zeros(()), spmd.R),

@@ -647,9 +647,9 @@ claim("both ends lose", min(measured[0], measured[-1]) > 1.08 * min(measured))
 # <details><summary>A size that inductor can choose</summary>
 #
 # inductor can also join FSDP's gathers before it orders anything (`pre_bucketing_fsdp_collectives`, off in the next
-# section). Then it fills a bucket until the link reaches 90 % of its bandwidth: when the bytes take 9 times as long as
-# alpha. Here that is at 18 layers, so all eight would share one gather. Such a rule knows the link and not the
-# arithmetic, and nothing hides the first bucket.
+# section). It takes the size from `compute_min_saturation_bytes` in `torch/_inductor/comm_analysis.py`: the bytes at
+# which the link reaches 90 % of its bandwidth. By alpha and beta these take 9 times as long as alpha, here 18 layers, so
+# all eight would share one gather. Such a rule knows the link and not the arithmetic, and nothing hides the first bucket.
 #
 # </details>
 #
