@@ -24,7 +24,7 @@ from labkit_course.checks.ranks import mystery as program
 from labkit_course.checks.ranks.mystery import CAUSES, PAIRS, QUIET_S, RANKS, draw_fault
 
 MOST_TOOLS, TIMEOUT_S = 3, 60.0
-HEALTHY_STEP_MS = 10
+HEALTHY_STEP_MS = "10 to 20"
 COLUMNS = [f"rank {index}" for index in range(RANKS)]
 NOTHING = "–"
 TOOLS = {

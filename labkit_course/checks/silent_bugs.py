@@ -21,7 +21,7 @@ HINTS = {
     "tokens": "The tokens enter a region where each rank has a part. What does lab 5 put there?",
     "router": "Which tensors enter the region where each rank has a part of the features?",
     "gathered": "A collective of torch.distributed has no gradient. Which given function has?",
-    "extra": "The gradients are averaged over the ranks below. What is divided twice?",
+    "extra": "The gradients are averaged over the ranks at the end. What is divided before?",
     "clip": "All ranks need the norm of the whole gradient. Whose squares does a rank not have?",
     "tied": "Both stages have a gradient of the same table.",
     "accumulate": "How often is the first half's gradient sent?",

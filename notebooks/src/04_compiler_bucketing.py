@@ -94,7 +94,7 @@ claim("106 of 161 hold 0.2 %", round(100 * 53_120 / (53_120 + 23_454_912 + 2_049
 
 # %% [markdown]
 # *One emulated step in three ways. Underlined is what is **exposed**: the rank waits and computes nothing. With buckets
-# nearly all messages but the last hide behind the backward pass.*
+# nearly all but the last message hide behind the backward pass.*
 #
 # *Takeaway: small buckets pay latency, and large ones have a long end that nothing hides.*
 #
@@ -322,8 +322,8 @@ send_verdict
 # %% [markdown]
 # Together the three average gradients as DDP does, here for a chain of 100 layers on real ranks. Two things are left
 # out: DDP first sends rank 0's parameters to all, and it fixes the order of the buckets (section 5). `labkit.check`
-# gives all ranks, and one device, the same parameters and samples. It compares outputs, gradients and parameters over
-# two steps: 602 tensors.
+# gives all ranks, and one device, the same parameters and samples. It compares outputs and gradients of two steps, and the
+# parameters at the end: 602 tensors.
 
 # %%
 plan = bucket_plan if plan_verdict.ok else assign_buckets
@@ -428,10 +428,9 @@ arrivals_verdict
 # bucket 0 is ready last, `ready = [16, 4, 8, 12]`, it is 28: one late gradient holds up three full buckets.
 #
 # DDP's first guess at a good order is `model.parameters()`, backwards. By default the first backward pass sends
-# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets
-# (labkit warms up). With
-# `find_unused_parameters=True`, for models that do not use all their parameters, it does neither: the next step may
-# use others, so buckets are planned by the guess and stay.
+# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets. (This
+# lab's timed steps come later.) With `find_unused_parameters=True`, for models that do not use all their parameters,
+# buckets follow the guess from the start and stay, because the next step may use others.
 #
 # In the model below `fc1` stands last and is used first, so that the guess is wrong. Each layer has a bucket of its
 # own. The cell runs two steps as usual and two with the option, about which PyTorch will warn. Commit: how many of the
@@ -528,7 +527,7 @@ times_verdict = checks.bucket_times(bucket_times)
 times_verdict
 
 # %% [markdown]
-# With your three functions, the backward pass ends when the last bucket has arrived. We train three networks, each on
+# Your three functions together say when the backward pass ends: when the last bucket has arrived. We train three networks, each on
 # hardware of its own:
 #
 # | network | layers | all gradients, MiB | backward pass, ms | alpha, ms | all bytes, ms |
@@ -679,7 +678,7 @@ checks.accumulate(accumulate)
 
 # %% [markdown]
 # What does it save? Give *deep* a slower wire, on which all bytes take 480 ms. A bucket of 0.25 MiB holds four layers.
-# The first is full after 40 ms, and then the wire never rests. Without a forward pass, one micro-batch
+# The first is full after 40 ms, and then the wire never rests. Forward passes take no time here, so one micro-batch
 # takes 40 + 6 · (15 + 80) = 610 ms.
 # Commit: how long do two take, if their gradients are sent once?
 
@@ -760,8 +759,8 @@ for name, cuts in {"cut": True, "whole": False}.items():
     torch.compiler.reset()
 
 # %% [markdown]
-# Cut, a bucket leaves at the end of each program. A program hands over a weight *before* its bias, and the reducer has
-# rebuilt its buckets by that: each weight closes one, and the last bias is left over. As one graph, the gradients come
+# Cut, a bucket leaves in each program. A program hands over a weight *before* its bias, and DDP has rebuilt its buckets in
+# that order: [`fc6`], [`fc6.bias`, `fc5`] and so on. Each weight closes a bucket, and the last bias is left over. As one graph, the gradients come
 # in an order of their own, but none before the whole backward pass is computed.
 #
 # Now the same under emulation: forward pass 60 ms, backward 180, alpha 15 ms, all bytes 60. Not compiled, each layer's
@@ -810,7 +809,8 @@ exposed = [result.value("exposed_communication") / result.value("communication")
 claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exposed[1] > 0.9)
 
 # %% [markdown]
-# *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards.*
+# *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards. Bars of
+# compiled passes are not divided by layers.*
 #
 # Cut, the last bias costs one more alpha: 60 + 180 + 25 + 15 = 280 ms. As one graph, seven messages follow the whole
 # backward pass: 60 + 180 + 7 · 15 + 60 = 405 ms.
@@ -818,7 +818,7 @@ claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exp
 # The emulated device computes as long compiled as not, but cutting has a price: the compiler cannot fuse operations
 # across pieces. The companion 04b looks at where the cuts lie, and at all-reduces *inside* the compiled program.
 #
-# *Takeaway: leave DDPOptimizer on, because with one large graph nothing hides.*
+# *Takeaway: leave DDPOptimizer on where messages take long, because with one large graph nothing hides.*
 #
 # ## 9. Take away ({minutes} minutes)
 #

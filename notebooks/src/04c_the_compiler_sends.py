@@ -57,7 +57,8 @@ labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, 
 #
 # A **graph** is what `torch.compile` makes of a model: a list of operators in the order in which they run. A gather is
 # two of them. `all_gather_into_tensor` starts it and returns at once, and `wait_tensor` returns when the parameter is
-# there (on a GPU, it lets the stream wait). Whatever the graph computes between the two hides the gather, and what it waits for is **exposed**.
+# there (on a GPU, it lets the stream wait). Whatever the graph computes between the two hides the gather. Time in
+# which it only waits is **exposed**.
 #
 # We train a chain of eight linear layers, `fc1` to `fc8`, under emulation: real ranks wait as long as an imagined device
 # and wire would take. A layer computes for 24 ms in the forward pass and 48 in the backward pass. It has a weight and a bias, so SimpleFSDP gathers
@@ -240,8 +241,8 @@ pandas.DataFrame({"tensors compared": eager.verdict["compared"], "largest relati
 claim("both train as one device does", eager.ok and compiled.ok and max(errors.values()) < 1e-6)
 
 # %% [markdown]
-# The difference is 0.0, because both ways run the same operators, and the sum of two ranks' gradients does not depend on
-# their order.
+# The difference is 0.0: the one device also takes each rank's samples by themselves, with the same operators, and the sum
+# of two ranks' gradients does not depend on their order.
 #
 # *Takeaway: FSDP is a gather where a parameter is read, and the gradient's way back is a reduce-scatter.*
 #
@@ -274,7 +275,7 @@ claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYER
 # `fc1`, since the samples need no gradient.
 #
 # Where the kept weights are too much, one **checkpoints** the gather: the compiler then drops the weight, and gathers it again in the
-# backward pass. Either way memory peaks in that pass. While a weight's gradient is reduce-scattered, the rank holds it
+# backward pass. Either way memory peaks in the backward pass. While a weight's gradient is reduce-scattered, the rank holds it
 # twice, because gloo works on a copy. Beside it are this rank's rows of all gradients so far, and the weights that were
 # kept for layers still to come.
 #
@@ -312,11 +313,11 @@ on_cpu = compiled.device == "cpu"  # gloo's copy
 claim("within 3 %", all(abs(peaks[name] / each - 1) < 0.03 for name, each in in_theory.items()), where=on_cpu)
 claim("nearly a third less", 0.65 < peaks["checkpointed"] / peaks["kept"] < 0.72, where=on_cpu and RANKS == 2)
 low, high = ((2 + LAYERS / ranks) / (2 + 1 / ranks + LAYERS - 2) for ranks in (4, 2))
-claim("more ranks save more", low < high)
+claim("by the formula more ranks save more", low < high)
 claim("each weight but one is gathered twice, and nothing changes", peaks["gathers"] == LAYERS - 1 and again.ok)
 
 # %% [markdown]
-# Checkpointing lowers the peak by nearly a third, and more ranks save more, since each has fewer rows. In return all
+# Checkpointing lowers the peak by nearly a third. By the formula more ranks save more, since each has fewer rows. In return all
 # weights but one travel twice.
 #
 # These are the first operators of the forward graph, those of `fc1` and `fc2`. `primals` are its inputs: the samples, and
@@ -604,19 +605,19 @@ forward_verdict = checks.forward_ms(forward_ms)
 forward_verdict
 
 # %% [markdown]
-# We try buckets of one, two and all eight layers. Commit: how long does the forward pass take, in ms, with two layers in
-# a bucket, and with all eight?
+# We try buckets of one, two, four and all eight layers. Commit: how long does the forward pass take, in ms, with four
+# layers in a bucket, and with all eight?
 
 # %% tags=["commit"]
-mine_sizes = commit(two_ms=None, eight_ms=None)
+mine_sizes = commit(four_ms=None, eight_ms=None)
 ### BEGIN SOLUTION
-mine_sizes = commit(two_ms=20 + 20 + 8 * 24, eight_ms=20 + 80 + 8 * 24)
+mine_sizes = commit(four_ms=20 + 40 + 8 * 24, eight_ms=20 + 80 + 8 * 24)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
 formula = forward_ms if forward_verdict.ok else theory.prefetched_forward
-TOGETHER = (1, 2, 8)
-names = ["1 layer", "2 layers", "8 layers"]
+TOGETHER = (1, 2, 4, 8)
+names = ["1 layer", "2 layers", "4 layers", "8 layers"]
 predicted = []
 for layers in TOGETHER:
     buckets = LAYERS // layers
@@ -627,7 +628,7 @@ measured = plots.step_ms_by_size(curve)
 by_size = dict(zip(measured, predicted, strict=True))
 _ = plots.step_time_by_bucket_size({"yours": curve}, {"yours": by_size}, ylabel="forward pass, ms", sizes=names)
 measured = list(measured.values())
-yours = [None, *mine_sizes.values()]
+yours = [None, None, *mine_sizes.values()]
 columns = {"you said": [prediction_text(each) for each in yours], "formula": predicted, "measured": measured}
 pandas.DataFrame(columns, index=names).round().T
 
@@ -688,7 +689,7 @@ claim("all hand over the same bytes", table.loc["bytes handed to gathers"].nuniq
 claim("half of the gathers are left by inductor", gathers.to_list() == [2 * LAYERS, LAYERS / 2, LAYERS])
 
 # %% [markdown]
-# *The same step three times; exposed time is underlined.*
+# *One step of each; exposed time is underlined. The table has the fastest of the steps.*
 #
 # Which parameters travel together in inductor's schedule? In its graph, as in yours, a `cat` makes the row that is sent,
 # and the next cell reads from what.
@@ -711,7 +712,7 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # %% [markdown]
 # Both orders keep a gather on its way while a layer computes. inductor's buckets hold the weight of one layer and the bias
 # of the next (the last weight travels alone). So each gather takes about 30 ms, of which a layer hides
-# 24, as in your curve with one layer in a bucket. Two layers in a gather hide all but the first.
+# 24, about as in your curve with one layer in a bucket. Two layers in a gather hide all but the first.
 #
 # Why these buckets? inductor walks over the graph once. Beside each computation it starts gathers of the next layer, the
 # longest first, until their estimated times fill it, and one weight, of 30 ms, fills a layer's 24. The bias of that layer
@@ -720,7 +721,7 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # The forward pass is not all: inductor joins reduce-scatters as well, which your pass leaves alone, so over the whole
 # step it nearly catches up. A pass that joins both is left to you.
 #
-# <details><summary>What of this is experimental (torch 2.13)</summary>
+# <details><summary>What is experimental here (torch 2.13)</summary>
 #
 # - The pass is off by default, and so is a check that all ranks have the same graph, because the check itself could hang.
 # - A rank could take another rank's code from torch's cache: where ranks have different numbers of rows
@@ -752,7 +753,7 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # They are started in hooks, which run outside of the compiled graph.
 #
 # </details>
-# <details><summary>2. Your pass starts all gathers at the head of the graph. What gets worse?</summary>
+# <details><summary>2. Suppose a pass starts all gathers at the head of the graph. What gets worse?</summary>
 #
 # Memory: all whole parameters wait there until they are used. The time is about the same, since they share one wire.
 #

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Lab 7. When it breaks
 #
-# A distributed program breaks in ways that one process does not know. It hangs without a word. It shows an error of a
+# A distributed program breaks in ways that a single process does not. It hangs without a word. It shows an error of a
 # rank that did nothing wrong. It trains, and the numbers are wrong. In this lab you meet real ranks with a fault that
 # nobody tells you, choose your tools, and name the rank and the cause.
 #
@@ -65,7 +65,7 @@ WORK_MS, SLOW_STEPS = [5, 10, 15, 40], 6  # section 5: what each rank computes i
 # | maintenance of a host | 32 |
 # | all others, most of them hardware | 78 |
 #
-# So hardware leads, and a person had to step in only three times: programs found and replaced what was broken. On
+# So hardware leads, and only three interruptions took much work by hand: programs found and replaced what was broken. On
 # sixteen GPUs hardware fails a thousand times less often, and your own code fails as often as anybody's. Either way
 # the work is the same. You see a **symptom**, you look with a **tool**, and you name a rank and a cause.
 #
@@ -95,7 +95,8 @@ worked.name(rank=1, cause="fewer batches")
 # is to agree beforehand: an all-reduce with `ReduceOp.MIN` over the numbers of batches. PyTorch's
 # `DistributedSampler` instead repeats some samples, so that all ranks have equally many.
 #
-# *Takeaway: in a hang, look at the stack of every rank, and follow who waits for whom until a rank waits for nobody.*
+# *Takeaway: in a hang, look at the stack of every rank, and follow who waits for whom. It leads to a rank that stands
+# elsewhere, or round in a circle.*
 #
 # ## 2. Errors and their echoes ({minutes} minutes)
 #
@@ -152,7 +153,8 @@ claim("rank 1 left no error, only its status", (end["status"], end["error"]) == 
 #
 # `ends` is what `rank_ends` gives: of each rank its `rank`, `status`, `time` and `error`. Return the rank that failed
 # first by itself. A rank that ended well (status 0), was ended by torchrun (-15), or only lost a connection did not
-# begin it. Mind the times: an echo may be written before torchrun notices that a rank was killed.
+# begin it. `error` is empty if a rank left none, and `time` is when it ended, in seconds. Mind the times: an echo may be
+# written before torchrun notices that a rank was killed.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -197,7 +199,7 @@ time.sleep(60)  # rank 3 computes something else
 # %% [markdown]
 # *Three ranks stand in the all-reduce, and rank 3 does not.*
 #
-# Nobody looks at stacks at night. By default gloo waits for half an hour and NCCL for ten minutes, until an error says
+# Nobody watches stacks at night. By default gloo waits for half an hour and NCCL for ten minutes, until an error says
 # that somebody timed out. With a `timeout` of your own in `init_process_group` it comes sooner, and a **monitored
 # barrier** before the collective names who is missing. Section 8 has both.
 #
@@ -212,14 +214,15 @@ claim("three ranks stand in the all-reduce, and rank 3 does not", inside == [0, 
 # %% [markdown]
 # ## 4. A record of calls ({minutes} minutes)
 #
-# Ranks can all come, and to different calls. They do not send names: the first all-reduce of one rank meets the first
-# of another, whatever tensor it carries. In the next cell both ranks want to add up `a`, full of 1, and `b`, full of
-# 100. Rank 0 begins with `a`, rank 1 with `b`. Commit: what does rank 0 hold as `a` afterwards? Right would be 1 + 1.
+# Ranks can all come, and to different calls. Calls carry no names: the first all-reduce of one rank meets the first
+# of another, whatever tensor it carries. In the next cell two ranks want to add up `a`, which is 1 on rank 0 and 2 on rank
+# 1, and `b`, which is 100 and 200. Rank 0 begins with `a`, rank 1 with `b`. Commit: what does each hold as `a` afterwards?
+# Right would be 1 + 2 on both.
 
 # %% tags=["commit"]
-mine = commit(a_on_rank_0=None)
+mine = commit(a_on_rank_0=None, a_on_rank_1=None)
 ### BEGIN SOLUTION
-mine = commit(a_on_rank_0=1 + 100)
+mine = commit(a_on_rank_0=1 + 200, a_on_rank_1=2 + 100)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
@@ -227,22 +230,24 @@ mine = commit(a_on_rank_0=1 + 100)
 from labkit.rank import report
 
 dist.init_process_group("gloo")
-a, b = torch.full((2,), 1.0), torch.full((2,), 100.0)
+a, b = torch.tensor([1.0, 2.0])[dist.get_rank()], torch.tensor([100.0, 200.0])[dist.get_rank()]
 for tensor in (a, b) if dist.get_rank() == 0 else (b, a):
     dist.all_reduce(tensor)
-report(a=a[0].item())
+report(a=a.item())
 
 # %%
-plots.comparison_table({"a_on_rank_0": swapped.ranks[0].reported["a"]}, {"a_on_rank_0": 101}, yours=mine)
+held = {f"a_on_rank_{index}": rank.reported["a"] for index, rank in enumerate(swapped.ranks)}
+plots.comparison_table(held, {"a_on_rank_0": 201, "a_on_rank_1": 102}, yours=mine)
 
 # %% [markdown]
-# *Rank 0's `a` met rank 1's `b`, and nobody complains.* An order comes to differ through a loop over a `set`, through a
-# dictionary that was filled in another order, or through a condition that is true on one rank only. With another
-# collective or another shape a run hangs, times out or aborts, and does not say why.
+# *Each rank's `a` met the other's `b`, nobody complains, and the ranks go on with different numbers.* The order can differ
+# because of a loop over a `set`, a dictionary that was filled in another order, or a condition that is true on one rank
+# only. With another collective or another shape a run hangs, times out or aborts, and does not say why.
 #
 # PyTorch can compare what ranks are about to call, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`. It notices another collective
-# and another shape at once. Since all ranks must agree before each call, it costs time in every step, so switch it on
-# for the one run in which you search. The next cell fails on purpose.
+# and another shape at once, but not the swap above: there both are the same, and only the weights tell (section 6). Since all
+# ranks must agree before each call, it costs time in every step, so switch it on for the one run in which you search. The
+# next cell fails on purpose. (The variable is read when a group is made, so the cell sets the level, and makes a new group.)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --name detail
@@ -261,7 +266,7 @@ claim("DETAIL names both collectives", all(name in detail.message for name in ("
 # A **recorder** costs hardly any time: each rank keeps a list of its calls, and after a hang the lists are compared.
 # PyTorch has one, the **flight recorder**. With NCCL, set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`; when a timeout strikes, each
 # rank writes a file for `python -m torch.distributed.flight_recorder.fr_trace`. For gloo one asks for the record with a
-# private function. Here rank 2 leaves out a call.
+# private function. Here rank 2 leaves out a call. Calls count from 0.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --name flight
@@ -376,7 +381,7 @@ claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
 # %% [markdown]
 # If the slow rank stays the same when the data move, it is the machine: a hot GPU that slows down, a slow disk, a
-# neighbour. If no rank computes longer, time each link by itself. On GPUs take a profiler, because `time.perf_counter`
+# neighbour. If no rank computes longer, a link is slow: time each by itself, with a message and its answer. On GPUs take a profiler, because `time.perf_counter`
 # sees only the launch.
 #
 # *Takeaway: the rank that waits least is the one that all others wait for.*
@@ -388,7 +393,8 @@ claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 # 1. **Are the weights equal on all ranks?** If not, a reduction is missing, two tensors met each other, or the weights
 #    differed from the start. (Shards of FSDP differ, as they should.)
 # 2. **Is each gradient that of one device** that sees all samples? If all are off by one factor, it is a scaling.
-#    Otherwise look which samples each rank read.
+#    Otherwise find out which samples each rank read. If it is NaN on all ranks, look before the all-reduce, which
+#    carries one rank's NaN to the others: whose own loss was NaN first?
 # 3. **Does each parameter move as its gradient says?** If not, the optimizer holds another tensor.
 #
 # A **parity check** asks the second question: it trains the same network on one device and compares tensor by tensor.
@@ -445,7 +451,8 @@ claim("it is a bias", "bias" in checked["weights_alone"].verdict_text)
 #
 # Now nobody tells you the fault. `Mystery(seed)` draws one of the causes below and a rank, and runs the program of
 # section 1 with it. You see the symptom, and may ask at most three tools, one call each: think before you ask. Then
-# you name the rank and the cause. For a fault of the whole program, the rank is None.
+# you name the rank and the cause. For a fault of the whole program, the rank is None. If you run a mystery's cell again, its
+# looks begin anew.
 #
 # Without a name, `ask` lists the tools and costs nothing. What would each cause on the list leave behind, and which tool
 # tells most of them apart? Of the three runs below the first hangs, the second is slow, and the third looks as if
@@ -523,6 +530,17 @@ def diagnoses() -> dict[int, tuple[int | None, str]]:
 checks.diagnoses(diagnoses)
 
 # %% [markdown]
+# <details><summary>The three, look by look (open it once you have named them)</summary>
+#
+# - **25**. Stacks: ranks 0, 1 and 3 wait in an all-reduce, so for rank 2. It stands in `send`, so it waits for rank 3, and that is a
+#   circle: rank 2 is one swap ahead. Record: from step 3 on its calls come one place early, and 3.2 is missing.
+# - **6**. Times: all ranks compute for about as long, and rank 2's swap takes 60 ms, which the others spend waiting in the
+#   reduction. Links: messages from rank 3 to rank 2 take 60 ms, and the other way 0.1 ms.
+# - **15**. Weights: equal at the start, and rank 0's differ at the end. Record: at call 6 it has layer 1 where the others
+#   have layer 2, and nothing is missing, so rank 0 reduced the two in another order.
+#
+# </details>
+#
 # The last one has no hints and no answer in this notebook. `Mystery(SEED)` with any other seed is another run, for
 # as long as you like.
 
@@ -570,7 +588,8 @@ main()
 
 # %% [markdown]
 # Line 4 must come before the first collective that a rank may miss. It knows gloo only: with NCCL make a second group
-# for it, `dist.new_group(backend="gloo")`. Line 5 costs a reduction of all weights, so do it every hundred steps.
+# for it, `dist.new_group(backend="gloo")`. It waits for the slowest rank in every step, so take it out when the search
+# is over. Line 5 costs a reduction of all weights, so do it every hundred steps.
 #
 # ## 9. The card ({minutes} minutes)
 #
@@ -587,7 +606,6 @@ card
 #
 # Before a long run, many clusters test every host: a large matrix multiplication on each GPU, an all-reduce within the
 # host and one over all hosts, each against a number that is known to be good. A host that falls behind is left out.
-# That prevents what the card only finds.
 #
 # ## 10. Leave with ({minutes} minutes)
 #

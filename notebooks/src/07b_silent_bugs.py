@@ -42,8 +42,8 @@ require("STEPS", STEPS, at_least=1, because="without a step there is no loss")
 # %% [markdown]
 # ## 1. How the museum works ({minutes} minutes)
 #
-# A **room** is a step of training in miniature: at most 15 lines of our own that make the mistake of a thread, which
-# its first line names. The step gets `weights`, a dict of what this rank holds, and the `inputs` and `targets` of all ranks. It
+# A **room** is a step of training in miniature: at most 15 lines of our own, which repeat the mistake of a published
+# report. The first line names it. The step gets `weights`, a dict of what this rank holds, and the `inputs` and `targets` of all ranks. It
 # leaves gradients in `.grad` and returns the loss that a run would log. Six functions are given:
 #
 # | function | forward pass | backward pass |
@@ -52,19 +52,20 @@ require("STEPS", STEPS, at_least=1, because="without a step there is no loss")
 # | `total(loss)` | sum over the ranks, for the log | none |
 # | `copy_to_ranks(x)` | identity | sum over the ranks |
 # | `sum_over_ranks(x)` | sum over the ranks | identity |
-# | `gather_from_ranks(x)` | the tokens of all ranks | sum, then this rank's tokens |
-# | `sum_and_share(x)` | sum, then this rank's tokens | the tokens of all ranks |
+# | `gather_from_ranks(x)` | the tokens of all ranks (all-gather) | sum, then this rank's tokens |
+# | `sum_and_share(x)` | sum, then this rank's tokens (reduce-scatter) | the tokens of all ranks |
 #
 # The third and the fourth begin and end a pair of layers in lab 5, and the last two do so under sequence parallelism.
 # Weights, inputs and targets come from seeds, so that one device can compute the same step. **Parity** compares each
-# gradient with that one. Float32 rounds to about 10⁻⁷, so a gradient that is off by more than 10⁻⁴ is wrong.
+# gradient with that one. Float32 rounds to about 10⁻⁷ and errors add up, so we call a gradient wrong if it is off by
+# more than 10⁻⁴.
 #
 # In each room read the step. Commit to the weights whose gradient is wrong: 1 for wrong, 0 for right. Run it on real
-# ranks, which also train it for 20 steps beside one device. Then copy the step, and mend it.
+# ranks, which also train it for 20 steps with Adam, beside one device. Then copy the step, and mend it.
 #
 # ## 2. A norm ({minutes} minutes)
 #
-# The first three rooms we walk through. Under sequence parallelism each rank has its share of the tokens between the
+# We walk through the first three rooms. Under sequence parallelism each rank has its share of the tokens between the
 # pairs of layers. The weights `norm` and `head` are whole on every rank, and `up` and `down` are cut.
 
 # %%
@@ -128,7 +129,8 @@ museum.gradient_table(at_counts.ranks[0].reported, mine_counts)
 
 # %% [markdown]
 # Both gradients are near the right ones, and neither is right. A mean of the ranks' means is not the mean of all tokens:
-# a token weighs more where it has fewer companions. The mend counts the tokens of all ranks first, and then adds up.
+# a token weighs more where it has fewer companions. The mend divides by the number of tokens on all ranks. Here every rank
+# has all `targets` and can count; in a real program the number takes an all-reduce.
 #
 # ```diff
 # - loss = cross_entropy(logits, part(targets), ignore_index=IGNORED)  # the mean of its tokens
@@ -175,8 +177,8 @@ museum.gradient_table(at_experts.ranks[0].reported, mine_experts)
 # + weights["experts"].grad /= dist.get_world_size()
 # ```
 #
-# The thread says that the loss curves were the same, and that is no luck. Adam divides a gradient by its own size, so a
-# constant factor does nothing at all, until a clipped norm, weight decay or another optimizer meets it.
+# The loss curves are the same, and that is no luck. Adam divides a gradient by its own size, so a constant factor does
+# almost nothing, until a clipped norm or another optimizer meets it.
 #
 # *Takeaway: with Adam the loss cannot show a factor. A comparison of gradients does.*
 
@@ -190,8 +192,8 @@ claim("the loss does not show it", off < 1e-3)
 # %% [markdown]
 # ## 5. Nine rooms for you ({minutes} minutes)
 #
-# Now you. Copy the lines of the step from the output into your answer, and change what is wrong. Most mends are one line.
-# A check runs your step on two and on three ranks.
+# Now you. Copy the lines of the step from the output into your answer, and change what is wrong.
+# A check runs your step on two and on three ranks; the pipeline has two alone.
 #
 # ### Exercise 1: one text, many features (•, {minutes} minutes)
 #
@@ -199,7 +201,7 @@ claim("the loss does not show it", off < 1e-3)
 #
 # <details><summary>Hint</summary>
 #
-# What does lab 5 put where a pair begins?
+# What does lab 5 put where a pair of cut layers begins?
 #
 # </details>
 
@@ -233,6 +235,14 @@ def mended_tokens(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) -
 checks.mended(mended_tokens, "tokens")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# The gradient of `tokens` has two terms. What flows back past the pair, by the addition, is whole on every rank. What flows
+# back through the pair is only this rank's features. A sum of both would count the first once for each rank, so the sum
+# belongs where the pair begins.
+#
+# </details>
+#
 # ### Exercise 2: the router (•, {minutes} minutes)
 #
 # Here the features of every expert are cut over the ranks. The router `gate` is whole, and its scores are the same on
@@ -276,6 +286,13 @@ def mended_router(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) -
 checks.mended(mended_router, "router")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# Each rank has the gradient of the scores from its own features, one term of a sum. The ranks' copies of `gate` get
+# different terms, and drift apart.
+#
+# </details>
+#
 # ### Exercise 3: pictures and texts (•, {minutes} minutes)
 #
 # A contrastive loss compares each picture with the texts of all ranks, so that the ranks gather their texts.
@@ -318,13 +335,20 @@ def mended_gathered(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor)
 checks.mended(mended_gathered, "gathered")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# A text has a gradient from its own rank's loss alone. With `gather_from_ranks` the backward pass adds up those from all
+# ranks' losses. The division afterwards stays right, because the loss of the run is the mean of the ranks' losses.
+#
+# </details>
+#
 # ### Exercise 4: the word after the next (•, {minutes} minutes)
 #
 # Context parallelism shares each sequence. A second head predicts one word further, and its loss counts 0.3.
 #
 # <details><summary>Hint</summary>
 #
-# The gradients are averaged over the ranks below. Which loss is divided by their number twice?
+# Below, the gradients are averaged over the ranks. Is there a division by their number before?
 #
 # </details>
 
@@ -361,6 +385,13 @@ def mended_extra(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) ->
 checks.mended(mended_extra, "extra")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# The average over the ranks divides both losses once, and the second has been divided before. So `extra` gets a gradient that
+# is too short by the number of ranks, and `trunk` a mixture of both.
+#
+# </details>
+#
 # ### Exercise 5: the norm that clips (•, {minutes} minutes)
 #
 # Before the update the whole gradient is scaled to a norm of 0.1 at most. `up` and `down` are cut over the ranks. In your
@@ -405,13 +436,20 @@ def mended_clip(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> 
 checks.mended(mended_clip, "clip")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# Without the other ranks' squares the norm is too small, so each rank shrinks too little, and by a factor of its own. That
+# is why the whole `head` also differs between the ranks.
+#
+# </details>
+#
 # ### Exercise 6: one table at both ends (•, {minutes} minutes)
 #
 # A pipeline of two stages. The first looks words up in the table `words`, and the last scores them with its own copy.
 #
 # <details><summary>Hint</summary>
 #
-# On one device there is one table, and its gradient has two terms. Both ranks come past the last line.
+# On one device there is one table, and its gradient has two terms. Both ranks reach the line with `return`.
 #
 # </details>
 
@@ -453,6 +491,12 @@ def mended_tied(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> 
 checks.mended(mended_tied, "tied")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# Rank 0 has the term of the lookup, rank 1 that of the scores. Each updates its own copy, so two tables grow out of one.
+#
+# </details>
+#
 # ### Exercise 7: two micro-batches (•, {minutes} minutes)
 #
 # Gradients are accumulated over two halves of a rank's tokens.
@@ -496,13 +540,21 @@ def mended_accumulate(weights: dict[str, Tensor], inputs: Tensor, targets: Tenso
 checks.mended(mended_accumulate, "accumulate")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# The first half is summed, stays in `.grad`, and is summed again with the second. On two ranks that is 2 · first + second:
+# about 1.5 times the right gradient.
+#
+# </details>
+#
 # ### Exercise 8: a sum that is on its way (•, {minutes} minutes)
 #
-# An asynchronous all-reduce shall overlap with something else. `288` is the number of elements of each weight.
+# An asynchronous all-reduce is meant to overlap with other work. `288` is the number of elements of each weight. Leave out
+# the sleep, which makes rank 1 late.
 #
 # <details><summary>Hint</summary>
 #
-# `all_reduce(..., async_op=True)` returns at once. From when on does the row hold the sum?
+# `all_reduce(..., async_op=True)` returns at once. When does the row hold the sum?
 #
 # </details>
 
@@ -540,9 +592,17 @@ def mended_unwaited(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor)
 checks.mended(mended_unwaited, "unwaited")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# Rank 0 divides before the other's numbers have arrived, and mostly keeps half of its own. On a lucky day the sum is there in time,
+# and the bug with it is gone. To wait at once gives up the overlap. A real program puts other work between the two
+# lines; on a GPU, `wait` lets the stream wait, and not the program.
+#
+# </details>
+#
 # ### Exercise 9: fewer digits (•, {minutes} minutes)
 #
-# The gradients are to be added up in float32. One of them comes out of a fast matrix product.
+# The gradients are meant to be added up in float32.
 #
 # <details><summary>Hint</summary>
 #
@@ -580,6 +640,13 @@ def mended_bfloat(weights: dict[str, Tensor], inputs: Tensor, targets: Tensor) -
 checks.mended(mended_bfloat, "bfloat")
 
 # %% [markdown]
+# <details><summary>What the bug did</summary>
+#
+# bfloat16 has 8 bits for the digits, so each number is off by up to 2⁻⁹, about 0.2 %. In a sum over many ranks, terms that are
+# much smaller than the sum vanish.
+#
+# </details>
+#
 # ## 6. What the loss showed ({minutes} minutes)
 #
 # Every run above also trained, with the bug on the ranks and without it on one device.
@@ -594,10 +661,12 @@ for ax, (name, each) in zip(axes.flat, rooms.items(), strict=True):
     ax.plot(each["right"], "k--", label="one device")
     ax.set_title(name, fontsize=9)
 axes[0, 0].legend(fontsize=7)
+figure.supylabel("loss", fontsize=9)
 _ = figure.supxlabel(f"step ({visits[0].stamp.splitlines()[0]})", fontsize=7)
 
 # %% [markdown]
-# *The loss of each room. Who has only the red curve sees nothing. In `tokens` and `tied` it even ends lower.*
+# *The loss of each room. The red curve alone tells nothing, and in `tokens` and `tied` it even ends lower. In `counts` it differs
+# from the start, since that run logs a mean of means.*
 
 
 # %%
@@ -618,8 +687,8 @@ claim("a room takes less than 5 s", max(each["seconds"] for each in rooms.values
 # ## 7. A judge that needs no ranks ({minutes} minutes)
 #
 # PyTorch's package `spmd_types` gives each tensor a type over the ranks, and each operation a rule. A search with it
-# found bugs such as these in Megatron-LM, eleven at once (NVIDIA/Megatron-LM#7452, 17 September 2026). There are four
-# types.
+# found eleven bugs in Megatron-LM (NVIDIA/Megatron-LM#7452, 17 September 2026). There are four types, R, I,
+# V and P in its messages. Before the update, a whole weight's gradient has to be R.
 #
 # | type | values | gradient |
 # |---|---|---|
@@ -651,8 +720,9 @@ pandas.DataFrame.from_dict(refused, orient="index", columns=["the types say"])
 
 # %% [markdown]
 # The types refuse a sum that is missing or made twice, a number that differs between ranks where it must not, and a
-# rounding before the sum. A factor, a count and a wait that comes too late have the right types. For the pipeline's
-# messages the package has no rule yet. And it takes your word for the type of each weight, which parity does not.
+# rounding before the sum. A wrong factor or count, a wait that comes too late, and a gradient that stays on its rank in
+# `gathered` have the right types. For the pipeline's messages the package has no rule yet. And it takes your word for
+# the type of each weight, which parity does not.
 
 # %% tags=["claim"]
 ASKED = said["norm"] is not None
@@ -683,9 +753,9 @@ pandas.DataFrame.from_dict(table, orient="index")
 # | if | then |
 # |---|---|
 # | one whole weight is wrong, and those above it are right | look for the sum that is missing where it enters the ranks' own region |
-# | everything below a place is wrong | look at that place, not at the weights |
 # | a gradient is off by the number of ranks | a mean was taken once too often, or not at all |
-# | all gradients are near and none is right | look at counts, at clipping, and at what is sent twice |
+# | all gradients are near and none is right | look at counts, and at clipping |
+# | all gradients are far off, by no simple factor | look at what is sent twice, or read before a `wait` |
 # | the error is about 10⁻³ | look for a dtype |
 #
 # **Ask yourself**
@@ -697,7 +767,7 @@ pandas.DataFrame.from_dict(table, orient="index")
 # </details>
 # <details><summary>2. Would SGD have shown that bug in the loss?</summary>
 #
-# Its step for the experts would have been too long by the number of ranks, which may look like a well chosen rate.
+# Not for certain. Its step for the experts would have been too long by the number of ranks, and a longer step may help or harm.
 #
 # </details>
 # <details><summary>3. In the room of the tokens only `embed` is wrong. Why not `up`?</summary>
@@ -716,6 +786,18 @@ pandas.DataFrame.from_dict(table, orient="index")
 #
 # </details>
 #
+# <details><summary>Parity for a step of your own</summary>
+#
+# 1. Make the model small, and leave out what is random: dropout, shuffling, atomic sums.
+# 2. Draw whole weights and a whole batch from one seed in every process, and let each rank cut its share.
+# 3. One process without ranks makes one forward and one backward pass with the whole, and saves the gradients.
+# 4. Each rank compares its gradients, after the last collective and before the update, with the same share of those:
+#    `(got - right).norm() / right.norm()`, for each weight by name.
+# 5. Do it on two and on three ranks, and put a bug in once, to see it caught.
+#
+# `labkit.check` does this for labkit's programs.
+#
+# </details>
 # <details><summary>Papers and pages</summary>
 #
 # - The threads of the table, each at https://github.com/ and its name, with `/issues/` for the `#`.

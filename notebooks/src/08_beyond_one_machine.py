@@ -77,8 +77,8 @@ hosts
 #
 # A model with 8 billion parameters in bfloat16 has 16 GB. FSDP on two hosts gathers it over a ring of 16 GPUs, in
 # which 15/16 of the model pass from each GPU to the next, and so from one host to the other. With eight cards there
-# are eight rings, each with an eighth of the model. Commit: how many milliseconds does the all-gather take? Leave
-# latency out.
+# are eight rings, each with an eighth of the model. Commit: how many milliseconds does the all-gather take over one
+# card, over eight, and if NVLink could join all 16 GPUs? Leave latency out.
 
 # %% tags=["commit"]
 mine_gather = commit(nvlink_ms=None, one_card_ms=None, eight_cards_ms=None)
@@ -137,9 +137,12 @@ print(*sorted(f"{path.parent.name}/{path.name}" for path in (place / "by_hand").
 # *Each save has a file of each rank, and `.metadata`, which says what lies where.* It is written last. So a save
 # without it was cut off, and can never be loaded.
 #
+# A number in a folder's name counts finished steps, so `step_00000003` is what step 2 saved.
+#
 # To go on, a program loads the newest complete save before its loop:
 #
 # ```python
+# weights, updates = get_state_dict(model, optimizer)
 # state = {"model": weights, "optimizer": updates, "step": 0}
 # dcp.load(state, checkpoint_id=newest)  # fills this state, and cuts each tensor for as many ranks as there are now
 # set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -191,7 +194,7 @@ claim("one card: nine times as long", round(gather_ms["one_card_ms"] / gather_ms
 claim("eight cards almost make up for that", gather_ms["eight_cards_ms"] < 1.2 * gather_ms["nvlink_ms"])
 saves = {step.name: sorted(path.name for path in step.iterdir()) for step in sorted((place / "by_hand").glob("step_*"))}
 claim("a file of each rank, and .metadata", {len(files) for files in saves.values()} == {5} and len(saves) == 3)
-claim("called so", all(".metadata" in files for files in saves.values()))
+claim("each has .metadata", all(".metadata" in files for files in saves.values()))
 claim("two ranks go on with step 3", [*launches.losses(two_ranks).index] == [3, 4, 5])
 
 # %% [markdown]
@@ -246,7 +249,7 @@ said = {"first": launches.launch("first", terminals)}
 # <details><summary>Hint</summary>
 #
 # `hostname -i` looks up the host's own name. On Debian and Ubuntu that leads to 127.0.1.1, a loopback address, and
-# each host would find only itself there.
+# each host would find only itself there. (alpha itself may: it listens on all of its addresses.)
 #
 # </details>
 
@@ -270,8 +273,7 @@ said["second"] = launches.launch("second", terminals)
 # %% [markdown]
 # ### Exercise 3: mend the second (•, {minutes} minutes)
 #
-# Whose address do the ranks try to reach? If one host only says that it lost the other, read the other. Return the
-# mended line.
+# Whose address do the ranks try to reach? Return the mended line.
 #
 # <details><summary>Hint</summary>
 #
@@ -301,13 +303,12 @@ said["third"] = launches.launch("third", terminals)
 # %% [markdown]
 # ### Exercise 4: mend the third (•, {minutes} minutes)
 #
-# Both hosts train, and end without an error. What is wrong? Return the mended line, so that no host ever trains
-# alone.
+# Both hosts run, and end without an error. What is wrong? Return the mended line, so that no host ever runs alone.
 #
 # <details><summary>Hint</summary>
 #
-# Two things: the fallback must go, and the number of hosts must not be a range. With an address as endpoint, say
-# which host owns it (`is_host=$IS_HOST`); alpha's name needs no help.
+# Two things: the line has to name alpha where it now reads a file, without a fallback, and the number of hosts must
+# not be a range. (An address instead of the name would also need `--rdzv-conf is_host=$IS_HOST`.)
 #
 # </details>
 
@@ -328,8 +329,8 @@ world_rows = {name: [prediction_text(mine_worlds[name]), f"{size}"] for name, si
 pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measured"])
 
 # %% [markdown]
-# *The first two end with an error, and the third trains two models of two ranks.* That is the worst of them: the loss
-# falls, each step sees half of the samples, and both hosts save to the same place.
+# *The first two end with an error, and the third makes two worlds of two ranks.* That is the worst of them. A program
+# that trains would train a model on each host, the loss would fall on both, and both would save to the same place.
 #
 # <details><summary>With NCCL, and without limits</summary>
 #
@@ -360,7 +361,7 @@ pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measur
 #
 # Ranks stand in a ring in their order, so a ring leaves each host at one place. It carries (n − 1)/n of a tensor
 # there for an all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce. The same network now
-# trains on both hosts in both ways. Commit: how many times the bytes of the network leave a host in a step?
+# trains on both hosts in both ways. Commit: how many times the model's bytes leave a host in a step?
 
 # %% tags=["commit"]
 mine_times = commit(fsdp_times=None, hsdp_times=None)
@@ -387,8 +388,12 @@ for way, leaving_bytes in leaving.items():
 plots.comparison_table(times, by_theory, yours=mine_times, tolerance=0.01, column="counted")
 
 # %% [markdown]
-# *With HSDP less than half as many bytes leave a host.* The price is memory: every host holds a whole copy of
-# parameters, gradients and optimizer state. So HSDP is possible if these fit into one host.
+# *On two hosts, HSDP sends less than half as many bytes out of a host.* FSDP sends the model three times, and each time
+# (n − 1)/n of it: 3 · 3/4 for four ranks. HSDP all-reduces it between two hosts: 2 · 1/2.
+#
+# The price is memory: every host holds a whole copy of parameters, gradients and optimizer state. At 16 bytes for a
+# parameter with all three, 8 billion parameters take 128 GB of each host, 16 GB of each of its eight GPUs. With FSDP on two
+# hosts it would be 8.
 #
 # **Does it pay?** Only if a step waits for the network. Take 8 billion parameters on 2 hosts of eight GPUs.
 # Parameters and gradients have 16 GB each. A GPU computes 4,096 tokens at 400 · 10¹² operations a second: for each
@@ -410,9 +415,12 @@ print(f"eight cards: {ratios[8]:.1f}; you: {prediction_text(mine_ratio['eight_ca
 widgets.HostsExplorer()
 
 # %% tags=["claim"]
-claim("the first two end with an error, and the third trains two", worlds == {"first": 0, "second": 0, "third": 2})
+claim("the first two end with an error, and the third has two worlds", worlds == {"first": 0, "second": 0, "third": 2})
 claim("of two ranks", all("rank 1 of 2" in text for text in said["third"].values()))
-claim("with HSDP less than half as many bytes leave a host", leaving["hsdp"] < leaving["fsdp"] / 2)
+claim("on two hosts HSDP sends less than half as many bytes", leaving["hsdp"] < leaving["fsdp"] / 2)
+one_card = theory.pass_ms(cards=1, hosts=2, tokens=4096)
+named = {"computing": [164, 328], "fsdp": [300, 600], "hsdp": [0, 320]}
+claim("the passes behind the 1.8", {way: [round(ms) for ms in one_card[way]] for way in named} == named)
 inside = [hybrid.value(f"{kind}_between_hosts_bytes") for kind in ("all_gather", "reduce_scatter")]
 claim("gathers and reduce-scatters stay inside", inside == [0, 0])
 claim("1.8 and 1", [round(ratio, 1) for ratio in ratios.values()] == [1.8, 1.0])
@@ -422,6 +430,14 @@ claim("635 ms of a pass of 328 ms", (round(far_ms["hsdp"][1]), round(far_ms["com
 claim("HSDP is still ahead", far_step_ms["hsdp"] < 0.9 * far_step_ms["fsdp"])
 
 # %% [markdown]
+# <details><summary>Where the 1.8 comes from</summary>
+#
+# A GPU computes for 164 ms in the forward pass and 328 in the backward pass. With one card a gather takes 300 ms (section
+# 1), and so does a reduce-scatter. So FSDP's passes take 300 and 600 ms. HSDP's all-reduce takes 320 ms, and
+# just hides: 164 and 328 ms. 900 / 492 = 1.8.
+#
+# </details>
+#
 # <details><summary>On 128 hosts with one card, do HSDP's bytes still hide behind the computing?</summary>
 #
 # No. They nearly double, because (n − 1)/n goes from 1/2 to almost 1, and take 635 ms of a backward pass that
@@ -430,12 +446,12 @@ claim("HSDP is still ahead", far_step_ms["hsdp"] < 0.9 * far_step_ms["fsdp"])
 #
 # </details>
 #
-# *Takeaway: HSDP keeps gathers inside a host, for a whole copy on each host. It pays where a step waits for the
+# *Takeaway: HSDP keeps gathers inside a host, at the price of a whole copy on each. It pays where a step waits for the
 # network between hosts, and gains nothing where the bytes hide anyway.*
 #
 # ## 5. Lose a host ({minutes} minutes)
 #
-# While Llama 3 was trained on 16,384 GPUs, something failed every three hours. All other ranks then wait in the next
+# While Llama 3 was trained on 16,384 GPUs, something failed every three hours. The other ranks cannot finish their next
 # collective, and what was in the memory of the lost host is gone. So your program saves. You now start it on both
 # hosts, and kill everything on beta as soon as step 8 is saved. Then beta stays away, and alpha goes on alone, with
 # two ranks instead of four. To compare, four ranks also train without interruption.
@@ -500,8 +516,8 @@ print(f"it went on with step {first}; losses differ by at most {apart:.1e}")
 #
 # With `--max-restarts 3` it ends all ranks when one fails, meets again, and starts them anew; with `--nnodes 1:4` it
 # goes on with any number of hosts from one to four. The host of the endpoint must live. Ranks are new processes and
-# remember nothing, so they must load a save. In torch 2.13 also set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, or ranks
-# may read where those of the first attempt were (pytorch/pytorch#135712).
+# remember nothing, so they must load a save. In torch 2.13 also set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, or they
+# may read the addresses that the first attempt's ranks left (pytorch/pytorch#135712).
 #
 # </details>
 #
@@ -536,10 +552,10 @@ pandas.DataFrame.from_dict(saving_rows, orient="index", columns=["minutes betwee
 
 # %% [markdown]
 # *With saves of a minute a tenth of the time is lost, and with saves of five seconds 3 %.* Llama 3 was trained for
-# more than 90 % of its time. Such saves go to memory first, and to disk while training goes on
+# more than 90 % of its time. A save of a few seconds goes to memory first, and to disk while training goes on
 # (`torch.distributed.checkpoint.async_save`).
 #
-# *Takeaway: save every √(2 · save · time between failures), and make saves short: the loss falls with the square
+# *Takeaway: save every √(2 · save · time between failures), and make saves short: the lost share falls with the square
 # root.*
 #
 # ## 7. A job that survives preemption ({minutes} minutes)
@@ -548,7 +564,7 @@ pandas.DataFrame.from_dict(saving_rows, orient="index", columns=["minutes betwee
 # the script on the first of them, and each `srun` in it starts a command on both.
 #
 # The commonest loss of a host is no failure at all: the time limit comes, or a job with higher priority takes the
-# nodes (**preemption**). `#SBATCH --signal` asks Slurm for a signal two minutes earlier, here USR1. The script then
+# nodes (**preemption**). `#SBATCH --signal` asks Slurm for a signal two minutes before the time limit, here USR1. The script then
 # makes a file called `stop`. The ranks look for it after each step, and end once they have saved. At last the script
 # asks for another attempt, by `scontrol requeue`.
 #
@@ -636,8 +652,8 @@ verdict_script
 
 # %% [markdown]
 # Now submit it. As root, with Slurm's packages, the cell starts a real Slurm of two nodes here; elsewhere it shows a
-# recorded log. The job trains 12 steps. Once step 3 is saved, its script gets USR1, as before a preemption. Commit: how
-# many attempts does it take, and how many steps do they train in all?
+# recorded log. The job has one rank on each node, and trains 12 steps. Once step 3 is saved, the cell sends its script
+# USR1, as Slurm would. Commit: how many attempts does it take, and how many steps do they train in all?
 
 # %% tags=["commit"]
 mine_job = commit(attempts=None, steps=None)
@@ -666,6 +682,10 @@ claim("Slurm says completed", "COMPLETED" in log)
 # %% [markdown]
 # *The second attempt goes on where the first one stopped, and no step is trained twice.* Slurm gives it the same
 # number and appends to the same log.
+#
+# **Ask your cluster** whether a job that is preempted gets the signal, too, and how long before. It does if
+# `scontrol show config` lists `send_user_signal` under PreemptParameters, and `scontrol show partition` a GraceTime into
+# which a save fits. Otherwise the ranks get TERM, or nothing, and you lose what was trained since the last save.
 #
 # [launch/cluster/general.sbatch](../launch/cluster/general.sbatch) is the whole script, with a reason for each line,
 # and needs nothing of labkit: copy it. labkit's own jobs are in [docs/clusters.md](../docs/clusters.md).
@@ -698,7 +718,8 @@ claim("Slurm says completed", "COMPLETED" in log)
 #
 # <details><summary>2. The loss falls, but each host's log speaks of a rank 0. What has happened?</summary>
 #
-# Each host trains alone. A step sees a part of the samples, and all hosts save to the same place.
+# Each host trains a model of its own, and all hosts save to the same place. If every rank draws its own batch, a step also
+# has fewer samples than you think.
 #
 # </details>
 #
