@@ -61,8 +61,8 @@ labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, 
 #
 # We measure all three ways under emulation: real ranks train a chain of six layers, `fc1` to `fc6`, and wait as long as
 # an imagined device and wire would take. The forward pass takes 60 ms and the backward pass 180 ms, 30
-# for each layer from `fc6` to `fc1`. A message takes alpha = 15 ms, and the bytes of all gradients together 120 ms. Stamps
-# below figures give the latency of *one* of a ring's 2 (n − 1) steps: 7.5 ms with two ranks.
+# for each layer from `fc6` to `fc1`. A message takes alpha = 15 ms, and the bytes of all gradients together 120 ms. (Stamps
+# below figures give it for one of a ring's steps: 7.5 ms.)
 #
 # Commit: how long does a step take, in ms, if one message carries all gradients?
 
@@ -428,8 +428,7 @@ arrivals_verdict
 # bucket 0 is ready last, `ready = [16, 4, 8, 12]`, it is 28: one late gradient holds up three full buckets.
 #
 # DDP's first guess at a good order is `model.parameters()`, backwards. By default the first backward pass sends
-# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets. (This
-# lab's timed steps come later.) With `find_unused_parameters=True`, for models that do not use all their parameters,
+# everything in one bucket and notes in which order gradients become ready, and then DDP **rebuilds** its buckets. With `find_unused_parameters=True`, for models that do not use all their parameters,
 # buckets follow the guess from the start and stay, because the next step may use others.
 #
 # In the model below `fc1` stands last and is used first, so that the guess is wrong. Each layer has a bucket of its
