@@ -808,8 +808,7 @@ exposed = [result.value("exposed_communication") / result.value("communication")
 claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exposed[1] > 0.9)
 
 # %% [markdown]
-# *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards. Bars of
-# compiled passes are not divided by layers.*
+# *Cut, the compiled model sends during its backward pass, as DDP does. As one graph it sends everything afterwards.*
 #
 # Cut, the last bias costs one more alpha: 60 + 180 + 25 + 15 = 280 ms. As one graph, seven messages follow the whole
 # backward pass: 60 + 180 + 7 · 15 + 60 = 405 ms.
