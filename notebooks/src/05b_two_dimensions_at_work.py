@@ -134,11 +134,11 @@ print(f"along data: {data_part:.2f} of what FSDP alone sends; you: {prediction_t
 _ = plots.traffic_by_axis(by_theory, by_count, results=list(runs.values()))
 
 # %% [markdown]
-# *Bytes on the wire from one rank in a step. The square sends least, a third along each axis of what FSDP or TP sends
-# alone.*
+# *Bytes on the wire from one rank in a step. The square sends least: each of its axes carries a third of what FSDP or TP
+# sends alone.*
 #
 # Each axis carries half of what it would carry alone, and each ring has two ranks and not four, so that (n − 1)/n is
-# 1/2 and not 3/4. Which mesh sends least depends on the sizes. With four times the samples FSDP alone wins, because
+# 1/2 and not 3/4. Which mesh sends least depends on the sizes. By theory, with four times the samples FSDP alone wins, because
 # activations grow and parameters do not. With layers four times as wide TP alone wins, because parameters grow with the
 # square of the width.
 
@@ -156,8 +156,8 @@ for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
 
 # %% [markdown]
 # **Memory.** With FSDP the peak lies inside the backward pass, where lab 2's ledger finds it. With TP alone it lies
-# where the backward pass begins: all activations are there, and computing the gradient of the loss takes some more
-# tensors of the output's size, the grey part.
+# where the backward pass begins: all activations are there, and computing the gradient of the loss takes several tensors
+# more of the output's size, the grey part.
 
 # %%
 expected = {
@@ -210,7 +210,7 @@ claim("FSDP alone pays for gathered parameters and buffers", gathered[1] > 1.5 *
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# By default a rowwise layer takes its input for cut, and a colwise one leaves its output cut. Here both should be whole.
+# By default a rowwise layer assumes that its input is cut, and a colwise one leaves its output cut. Here both should be whole.
 #
 # </details>
 
@@ -291,8 +291,8 @@ checks.stack_plan(broken_plan)
 # %% [markdown]
 # ### Exercise 3: repair it (••, {minutes} minutes)
 #
-# Write a plan that is right. Between the MLPs the sequence shall stay cut. The samples come in whole, and the result
-# shall go out whole.
+# Write a plan that is right. Between the MLPs the sequence should stay cut. The samples come in whole, and the result
+# has to go out whole.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -331,7 +331,8 @@ stack_verdict
 # %% [markdown]
 # <details><summary>Why was the broken plan's output right, and its gradient twice as large?</summary>
 #
-# Its first layer takes the whole samples for a share of the tokens, and gathers two copies, twice as many tokens. Its
+# PyTorch believes what a plan says of a plain tensor. So the first layer takes the whole samples for a share of the
+# tokens, and gathers two copies, twice as many tokens. The
 # last layer leaves one half of them on each of the check's two ranks, which is one whole copy: the two mistakes cancel.
 # But all layers have computed both copies, and in the backward pass every weight adds up both gradients.
 #
@@ -394,18 +395,18 @@ claim("without checkpointing bare MLPs gain nothing", kept[True] > kept[False])
 # ## 4. A norm between the pairs ({minutes} minutes)
 #
 # In a transformer, norms and residual sums lie between the pairs. They are what sequence parallelism was made for: each
-# rank now normalises and adds up only its own tokens. PyTorch's style for a norm there is `SequenceParallel()`, which
+# rank now normalises only its own tokens, and adds residuals to them alone. PyTorch's style for a norm there is `SequenceParallel()`, which
 # takes and leaves `Shard(1)`.
 #
 # ### Exercise 4: a block with its norms (•, {minutes} minutes)
 #
-# Write the plan for lab 5's transformer block, whose input now comes in cut along its tokens, and whose result shall
+# Write the plan for lab 5's transformer block, whose input now comes in cut along its tokens, and whose result has to
 # leave so. The norm `attention_norm` comes before `query`, `key` and `value`, whose heads `out` takes in; `mlp_norm`
 # comes before `gate` and `up`, whose features `down` takes in.
 #
 # <details><summary>Hint 1</summary>
 #
-# Whose input is cut along the tokens when it arrives, and whose output shall be?
+# Whose input is cut along the tokens when it arrives, and whose output should be?
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -563,8 +564,8 @@ claim("bytes are theory's", all(replicated.value(name) == size for name, size in
 # %% [markdown]
 # All gradients travel in one all-reduce along `data`, because they fit into one of DDP's buckets (lab 4). As in lab 2, it
 # sends two thirds of the bytes that FSDP would send for this network. What does FSDP save instead? It divides
-# parameters, gradients and Adam's averages by the ranks along `data`. For the three MLPs of section 1, by theory, in
-# bytes of a rank:
+# parameters, gradients and Adam's averages by the ranks along `data`; only Adam's counters of steps, a few bytes, stay
+# whole. For the three MLPs of section 1, by theory, in bytes of a rank:
 
 # %%
 states = {plan: theory.mesh_resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
@@ -582,6 +583,8 @@ pandas.DataFrame.from_dict(states, orient="index").rename(index={"ddp_tp": "DDP 
 #
 # | if | then |
 # |---|---|
+# | there are many tokens and narrow layers | more ranks along `data` |
+# | layers are wide and tokens few | more along `tp`, on the fastest links |
 # | activations between the pairs are too large | cut the sequence, with checkpointing |
 # | a norm works on cut tokens | give it a style, so that its gradient is summed along `tp` |
 # | logits are too large | leave them cut, and use `loss_parallel` |
@@ -598,7 +601,8 @@ pandas.DataFrame.from_dict(states, orient="index").rename(index={"ddp_tp": "DDP 
 # </details>
 # <details><summary>2. Why does `RowwiseParallel` cut an embedding along dim 0, and a linear layer along dim 1?</summary>
 #
-# An embedding's table is stored as the papers write it, and PyTorch's linear weight is the transpose.
+# Both cut what the result is a sum over. A lookup is a sum over the words of a table [words, features], so dim 0. A linear
+# layer sums over the inputs of a weight [outputs, inputs], so dim 1.
 #
 # </details>
 # <details><summary>3. Why can a norm be computed on a part of the tokens, and not on a part of the features?</summary>
