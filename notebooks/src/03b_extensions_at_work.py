@@ -6,7 +6,7 @@
 # In this companion you build the smallest such type, `TwoTensor`. After it you can
 #
 # - write a tensor subclass that sees every operation, with FSDP2's hooks as methods;
-# - prove on real ranks that it trains as plain parameters do, and choose a test that sees what this proof cannot;
+# - check on real ranks that it trains as plain parameters do, and choose a test that sees what this check cannot;
 # - let it compute in another dtype, start it from the meta device, and make a type that sends four bits a number.
 #
 # You need lab 3. The notebook takes about {core_minutes} minutes, and section 4 can be worked alone.
@@ -124,7 +124,7 @@ looks
 #
 # The order matters, because a parameter's gradient is a `TwoTensor`, too, and FSDP2 copies it into a plain buffer
 # before it reduces it. Both calls write into that buffer, so the numbers of the second one stay. Let them be those of
-# `a`: its gradient then trains both halves.
+# `a`. What comes back is one plain gradient, and the optimizer's `add_` of it to the parameter adds it to both halves.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -156,7 +156,7 @@ twice
 # %% [markdown]
 # labkit's own `TwoTensor` does two things more. It keeps views as views, and the result of an operation in place as the
 # same object, by PyTorch's `return_and_correct_aliasing`; training here does well without. And it refuses an operation
-# such as `plain.add_(two)`, which would add both halves.
+# such as `plain.add_(two)`, which would add both halves; a copy into a plain tensor it allows, since FSDP2 needs it.
 #
 # *Takeaway: a subclass sees what reaches the kernels, in both passes, and a few lines redirect all of it.*
 #
@@ -212,13 +212,13 @@ _ = plots.hook_memory("TwoTensor")
 #
 # ### Exercise 4: what is the parameter? (••, {minutes} minutes)
 #
-# In the second hook, `all_gather_outputs` are all rows of a and all rows of b. Leave the padding: FSDP2 views what you
-# return in the parameter's true shape. At the first call return the parameter, which is a `type(self)(x, y)`, and a
+# In the second hook, `all_gather_outputs` are all rows of a and all rows of b. You need not remove rows of padding: FSDP2
+# views what you return in the parameter's true shape. At the first call return the parameter, which is a `type(self)(x, y)`, and a
 # tuple of the tensors in whose memory it lies. At later calls fill `out` and return nothing.
 #
 # With a policy a unit computes in another dtype, `param_dtype`; without one that is the shard's own. If it is another,
 # the gathered tensors cannot be the parameter, and a cast makes new memory. Where the dtype is right already, nothing may
-# be copied. `refill(tensor, gathered)` copies gathered rows into a half.
+# be copied. `refill(tensor, gathered)` copies gathered rows into a half, up to its last row.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -375,10 +375,10 @@ claim("on 3 ranks it is red", not seen["zeros_first_on_3"].ok and differences["z
 claim("with the right hooks there is only rounding", 0 < right_on_3 < 1e-6)
 
 # %% [markdown]
-# Twice parity passed with a wrong hook. In the first run the two halves are equal, so that nobody sees which of them
+# Parity passed twice with a wrong hook. In the first run the two halves are equal, so that nobody sees which of them
 # travelled. In the second one all shards have equally many rows, and nothing is padded. On 3 ranks the last shard is
-# shorter, and the difference is plain. Even the right hooks do not reach 0 there, because a division by 3 rounds, but
-# they stay below a millionth. A test must be able to fail.
+# shorter, and the difference is plain. Even the right hooks do not reach 0 there, because of rounding, but they stay below
+# a millionth. A test must be able to fail.
 #
 # ### Exercise 5: a test that can fail (•, {minutes} minutes)
 #
@@ -530,9 +530,9 @@ class FourBit(torch.Tensor):
 
 
 # %% [markdown]
-# Its hooks are below. The first one has the short form, because with the long one FSDP2 insists that a shorter shard is
-# padded to rows as wide as the parameter's, and packed rows are half as wide. So a `FourBit` needs shards of equal
-# length, which two ranks have here. The second hook returns the decoded parameter, a plain tensor.
+# Its hooks are below. A `FourBit` needs shards of equal length, as two ranks have here. (The long form of the first hook
+# would not help with others: FSDP2 expects a shorter shard to be padded to rows as wide as the parameter's, and packed
+# rows are half as wide.) The second hook returns the decoded parameter, a plain tensor.
 
 
 # %%
