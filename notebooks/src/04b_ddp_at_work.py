@@ -8,8 +8,8 @@
 # - compute the smallest bucket that hides, from latency, bandwidth and the backward pass;
 # - log when a compiled DDP model sends, and read a compiled backward pass that contains its all-reduces.
 #
-# You need lab 4. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
-# be read in any order. Sections 5 and 6 need a C++ compiler.
+# You need lab 4. The notebook takes about {core_minutes} minutes. Sections 5 and 6 belong together and need a C++ compiler;
+# the others can be read in any order, once the cells above section 1 have run.
 
 # %% tags=["nbval-ignore-output"]
 import contextlib
@@ -105,7 +105,7 @@ for _ in range(2):
 #
 # The model is so small that all its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in
 # the step? Decide as well which ways leave the gradient of one device that saw the samples of all ranks. The table says
-# how far each is off: 0.5 is half of the right gradient's length.
+# how far each is off, as a part of the right gradient: 0.5 is half of its length.
 
 # %% tags=["commit"]
 mine_leaves = commit(both_passes=None, backward_alone=None, last_one_too=None)
@@ -150,8 +150,8 @@ claim("the third leaves another one", all(each[2] > 0.1 for each in errors))
 
 # %% [markdown]
 # DDP decides in the forward pass whether the backward pass will send, and nothing tells you that the `with` came too
-# late. The gradients do not tell, either: what has been averaged stays the same when it is averaged again. So the second
-# way is right, and sends three times as often. The third sends nothing, and each rank keeps the gradient of its own
+# late. The gradients do not tell, either: the mean over the ranks of what is averaged already, plus a new gradient, is the
+# old average plus the mean of the new. So the second way is right, and sends three times as often. The third sends nothing, and each rank keeps the gradient of its own
 # samples. In a script of your own, count the messages of one step with `torch.profiler`.
 #
 # *Takeaway: the forward pass belongs inside `no_sync`, too, and the last micro-batch outside.*
@@ -311,13 +311,14 @@ claim("with four times the tokens from about 2.4 MB on", 2.2 < many < 2.6)
 #
 # **Explore.** Left, a predicted backward pass; right, the same for other sizes of bucket. `25 MiB*` is DDP's default,
 # whose first bucket closes at 1 MiB. *run it* emulates the chosen size in slow motion: two real ranks wait as long as
-# network and arithmetic would take. With an alpha of 100 µs a bucket of 0.1 MiB is best. Before you turn alpha to
-# 400 µs: which size will be best, and what is wrong with the sizes at both ends?
+# network and arithmetic would take. The gradients take 1.66 MB, beta is 0.5 ns a byte, and the arithmetic takes 5 ms. With an
+# alpha of 100 µs a bucket of 0.1 MiB is best. Before you turn alpha to 400 µs: which size will be best, and what is wrong
+# with the sizes at both ends?
 #
 # <details><summary>Answer</summary>
 #
-# 1 MiB; the default makes the same two buckets here. The gradients take 1.66 MB, beta is 0.5 ns a byte, and the arithmetic takes 5 ms. With these exercise 2 gives
-# 0.16 MB, and 1 MiB is the next size to choose from; before it was 0.04 MB. A message for each gradient takes longer
+# 1 MiB; the default makes the same two buckets here. Exercise 2 gives 0.16 MB, and 1 MiB is the next size to choose from.
+# (With 100 µs it gives 0.04 MB.) A message for each gradient takes longer
 # than the arithmetic, and one message for all starts when nothing is left to hide it.
 #
 # </details>
@@ -326,7 +327,7 @@ claim("with four times the tokens from about 2.4 MB on", 2.2 < many < 2.6)
 widgets.BucketExplorer()
 
 # %% [markdown]
-# *Takeaway: if the bytes alone take longer than the backward pass, more tokens help, and no bucket does.*
+# *Takeaway: if the bytes alone take longer than the backward pass, no bucket hides them. More tokens do.*
 #
 # ## 5. Where the compiler cuts ({minutes} minutes)
 #
@@ -417,15 +418,16 @@ claim("uncut, all leave after the one program", set(left["2 MiB, not cut"]) == {
 claim("all ranks log the same", all(rank.reported == logs for rank in logged.ranks))
 
 # %% [markdown]
-# Told 2 MiB, DDPOptimizer cuts between `fc4` and `fc3`, but the reducer closes *all* its buckets at 2 MiB. So the
-# gradients of `fc4` have to wait for the second program, and the first cut is for nothing. Even the default, 25 MiB, has
+# With 2 MiB, DDPOptimizer cuts between `fc4` and `fc3`, but the reducer closes *all* its buckets at 2 MiB. So the
+# gradients of `fc4` have to wait for the second program, and the first cut gains nothing. Even the default, 25 MiB, has
 # this effect if you write it out: all gradients travel in one bucket, at the end. Left out, the reducer's first bucket
 # closes at 1 MiB, as DDPOptimizer's does. And without cuts every bucket leaves after the only program. Within a program
 # gradients come in an order of their own.
 #
 # Is it enough that the first bucket leaves early? The network runs under emulation: forward pass 80 ms, backward 320,
 # alpha 20 ms, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
-# and with the size left out? Neglect the bytes of a bias, but not its alpha where it travels alone.
+# and with the size left out? In a program a weight comes before its bias, so the last bias, `fc1.bias`, may travel alone.
+# Neglect its bytes, but not its alpha.
 
 # %% tags=["commit"]
 mine_steps = commit(one_ms=None, two_ms=None, left_out_ms=None)
@@ -460,8 +462,9 @@ claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
 # *The same network in three sizes of bucket, compiled and cut, emulated. With 1 MiB the least is left to send after the
 # last program.*
 #
-# It is not. With the size left out `fc4` leaves early, but three layers travel after the last program. So lab 4's rule of
-# thumb holds for a compiled model, too: the smallest bucket that keeps up is about the best. Here that is 0.7 MiB.
+# An early first bucket is not enough. With the size left out `fc4` leaves early, but three layers travel after the last program. So lab 4's rule of
+# thumb holds for a compiled model, too: the smallest bucket that keeps up is about the best. By the rule that is 0.7 MiB here,
+# which makes the same buckets as 1 MiB.
 #
 # *Takeaway: a bucket leaves with the program that completes its last gradient, so few bytes should wait for the last one.*
 #
@@ -527,7 +530,7 @@ alone = not read[-1].hidden_by and all(each.hidden_by for each in read[:-1])
 claim("the last bucket has nothing left to hide behind", alone)
 
 # %% [markdown]
-# A compiler that moves waits had better be right. Whoever reads a buffer in flight may find half a sum, whoever writes
+# A compiler that moves waits must not make a mistake. Whoever reads a buffer in flight may find half a sum, whoever writes
 # to it spoils the sum of the others, and nothing raises an error.
 #
 # ### Exercise 3: find the early use (••, {minutes} minutes)
@@ -592,7 +595,8 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # Do not expect this way to be faster on a CPU: its GEMMs are library calls with a compiler or without, and the reducer
 # overlaps as well.
 #
-# *Takeaway: what a compiler has moved can be read, and a reader of names finds a line that is too early.*
+# *Takeaway: what a compiler has moved can be read, and whoever goes through the names of buffers finds a line that is too
+# early, unless one memory has two names.*
 #
 # ## 7. Take away ({minutes} minutes)
 #
