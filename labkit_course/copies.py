@@ -5,6 +5,7 @@
 | my/NN_topic.ipynb                  | the copy                                                |
 | my/earlier/TIME_NN_topic.ipynb     | an earlier copy, from before a reset                    |
 | my/progress.json                   | what the checks said, see verdict_store.py              |
+| my/AGENTS.md                       | how an AI tutor helps here without giving answers away  |
 | my/.labkit/pristine/NN_topic.ipynb | the notebook from which the copy was made               |
 | my/.labkit/earlier/                | copies from before the last update of each              |
 
@@ -28,6 +29,7 @@ from labkit_course import lab_catalog
 from labkit_course.lab_catalog import Lab
 from labkit_course.merge import merge_notebooks
 
+TUTOR_GUIDE = Path(__file__).with_name("tutor_guide.md")
 FIX = "make room, mend its permissions, or take another folder with --folder"
 
 
@@ -46,12 +48,28 @@ def has_copies(folder: Path) -> bool:
 
 
 def make_copies(folder: Path) -> list[Lab]:
-    """Make a copy of every lab that has none, and return these labs."""
+    """Make a copy of every lab that has none, and return these labs; see to the tutor's guide."""
     missing = [lab for lab in lab_catalog.all_labs() if not (folder / lab.path.name).exists()]
     with explain_write_errors(folder, FIX):
         for lab in missing:
             _write_copy(folder, lab)
+        write_tutor_guide(folder)
     return missing
+
+
+def write_tutor_guide(folder: Path) -> bool:
+    """Write AGENTS.md or renew it; return False, and write nothing, if the learner changed it."""
+    mine, pristine = folder / "AGENTS.md", folder / LABKIT_FOLDER_NAME / "pristine" / "AGENTS.md"
+    new = TUTOR_GUIDE.read_bytes()
+    known, there = (each.read_bytes() if each.exists() else None for each in (pristine, mine))
+    # One that the learner removed stays away, and one of their own is never replaced.
+    if there not in (known, new):
+        return False
+    _make_pristine_folder(folder)
+    for path, text in ((mine, there), (pristine, known)):
+        if text != new:
+            write_text(path, new.decode())
+    return True
 
 
 def reset_copy(lab: Lab, folder: Path) -> Path | None:
@@ -79,11 +97,15 @@ def _free_backup_path(folder: Path, lab: Lab) -> Path:
 
 def _write_copy(folder: Path, lab: Lab) -> None:
     text, pristine = lab.path.read_text(encoding="utf-8"), _pristine_path(folder, lab)
-    private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
-    pristine.parent.mkdir(exist_ok=True)
+    _make_pristine_folder(folder)
     # The pristine notebook is written first, because a copy without it could not be updated.
     write_text(pristine, text)
     write_text(folder / lab.path.name, text)
+
+
+def _make_pristine_folder(folder: Path) -> None:
+    private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
+    (folder / LABKIT_FOLDER_NAME / "pristine").mkdir(exist_ok=True)
 
 
 def labs_to_update(folder: Path) -> list[Lab]:
@@ -100,6 +122,8 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     """Update all copies; return what was done and left for each, and what to do for the others."""
     made = make_copies(folder)
     said, problems = [f"{lab.name}: a new copy" for lab in made], []
+    if not write_tutor_guide(folder):
+        said.append("AGENTS.md: left as you have it")
     for lab in lab_catalog.all_labs():
         try:
             if lab not in made:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -106,7 +107,12 @@ def test_every_lab_gets_a_copy_and_what_is_there_is_left_alone(course, tmp_path)
     course(BEFORE, "03_another")
     assert [lab.name for lab in copies.make_copies(mine)] == ["03_another"]
     assert (mine / "02_sample.ipynb").read_text() == "mine"
-    assert sorted(path.name for path in mine.iterdir()) == [".labkit", "02_sample.ipynb", "03_another.ipynb"]
+    assert sorted(path.name for path in mine.iterdir()) == [
+        ".labkit",
+        "02_sample.ipynb",
+        "03_another.ipynb",
+        "AGENTS.md",
+    ]
 
 
 def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
@@ -271,6 +277,44 @@ def test_a_reset_keeps_the_earlier_copy_each_time_in_one_folder_with_the_time_fi
     assert all(path.parent == mine / "earlier" and re.fullmatch(name, path.name) for path in kept)
     assert [each.name for each in mine.glob("*.ipynb")] == [path.name], "JupyterLab shows one notebook of this lab"
     assert (mine / path.name).read_text() == path.read_text()
+
+
+def test_the_tutors_guide_is_renewed_until_the_learner_changes_or_removes_it(course, tmp_path, monkeypatch):
+    course(BEFORE)
+    mine, guide = tmp_path / "my", tmp_path / "guide.md"
+    monkeypatch.setattr(copies, "TUTOR_GUIDE", guide)
+    for text in ("first", "second"):
+        guide.write_text(text)
+        assert copies.update_copies(mine)[0][-1].startswith("02_sample: ")
+        assert (mine / "AGENTS.md").read_text() == text
+    (mine / "AGENTS.md").write_text("rules of my own")
+    guide.write_text("third")
+    assert copies.update_copies(mine)[0][-1] == "AGENTS.md: left as you have it"
+    copies.make_copies(mine)
+    assert (mine / "AGENTS.md").read_text() == "rules of my own"
+    (mine / "AGENTS.md").unlink()
+    copies.update_copies(mine)
+    assert not (mine / "AGENTS.md").exists(), "what the learner removed stays away"
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_guide_that_was_there_before_the_copies_is_the_learners(course, tmp_path, gone):
+    course(BEFORE)
+    mine = tmp_path / "my"
+    mine.mkdir()
+    (mine / "AGENTS.md").write_text("rules of my own")
+    copies.make_copies(mine)
+    if gone:
+        shutil.rmtree(mine / ".labkit")
+    copies.make_copies(mine)
+    assert (mine / "AGENTS.md").read_text() == "rules of my own"
+
+
+def test_the_tutors_guide_is_short_and_names_only_what_there_is(repository):
+    text = copies.TUTOR_GUIDE.read_text()
+    assert len(text.splitlines()) <= 60
+    named = re.findall(r"`((?:notebooks|tests|docs|labkit)/[\w/.]+)`", text)
+    assert len(named) >= 6 and [name for name in named if not (repository / name).exists()] == []
 
 
 def test_a_folder_that_cannot_be_written_in_is_an_error_with_a_fix(course, tmp_path):

@@ -101,8 +101,9 @@ def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty,
             get(info | {"token": "guessed"}, "api/contents")
         assert info["token"] not in " ".join(process.cmdline()) and told.stat().st_mode & 0o077 == 0
         copies = json.loads(get(info, "api/contents"))["content"]
-        assert sorted(each["name"] for each in copies) == sorted(path.name for path in (empty / "my").glob("[0-9]*"))
-        assert len(copies) >= 7, "each lab, and no solved notebook, source or hidden file"
+        labs = [path.name for path in (empty / "my").glob("[0-9]*")]
+        assert sorted(each["name"] for each in copies) == sorted([*labs, "AGENTS.md"])
+        assert len(labs) >= 7, "each lab, and no solved notebook, source or hidden file"
         page = get(info, "lab/tree/00_ranks.ipynb")
         assert '"disabledExtensions": ["@jupyterlab/apputils-extension:announcements"]' in page
         assert '"can_install": false' in page, "no index is asked for extensions"
