@@ -9,6 +9,7 @@ from pathlib import Path
 
 from docs.book.labs import LabError
 from docs.book.pages import ROOT, gather
+from docs.book.slides import write_slides
 
 MAX_MIB = 40
 
@@ -43,6 +44,7 @@ def main() -> int:
     if done.returncode:
         print("The book has mistakes; each is named above, with its place in", source, file=sys.stderr)
         return done.returncode
+    write_slides(ROOT, folder / "slides")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
     if size > MAX_MIB:
         print(

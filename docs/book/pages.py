@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from docs.book import api, labs, messages
+from docs.book import api, labs, messages, plans
 from docs.book.terms import read_terms, written_as_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ CONTENTS = {
         "meshes",
     ],
     "Results": ["gpu_results"],
-    "Teach": ["teachers", "exercises"],
+    "Teach": ["teachers", "plans", "room", "questions", "questions_key", "exercises"],
     "Develop": ["contributing", "security", "changelog"],
 }
 """Pages by the caption above them. The solved labs are found."""
@@ -57,6 +57,10 @@ def gather(folder: Path) -> None:
             text = written_as_glossary(text)
         if path.name == "troubleshooting.md":
             text = messages.page(text, ROOT)
+        if path.name == "plans.md":
+            text = plans.plans_page(text, ROOT)
+        if path.name == "room.md":
+            text = plans.room_page(text, (DOCS / "exercises.md").read_text())
         book.write(path, text)
     (folder / "labs").mkdir()
     for path in solved:
