@@ -12,7 +12,7 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab update reset progress notebooks book doctor check test compat compat-here cuda-build lint clean
+.PHONY: help run lab update reset progress notebooks book workshop doctor check test compat compat-here cuda-build lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -38,6 +38,21 @@ notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again fr
 
 book: $(VENV)/.book-installed ## the solved labs, formulas, API and troubleshooting as web pages, in out/book/index.html
 	@$(RUN) docs.book
+
+# The wheels are for this Python on this kind of machine. Where there is no GPU, torch's CPU build is looked for first.
+WORKSHOP := out/workshop
+workshop: $(INSTALLED) ## a folder for machines without a network, from the last commit: out/workshop/install.sh
+	@git rev-parse --verify -q HEAD >/dev/null || { echo "make workshop packs a clone's last commit, and this is none" >&2; exit 1; }
+	@rm -rf $(WORKSHOP) && mkdir -p $(WORKSHOP)/wheels
+	@git archive HEAD | tar -x -C $(WORKSHOP)
+	@cp $(WORKSHOP)/docs/install_workshop.sh $(WORKSHOP)/install.sh
+	@echo '$(MADE_FOR)' > $(WORKSHOP)/wheels/made-for.py && $(VENV_PYTHON) -c '$(MADE_FOR)' > $(WORKSHOP)/wheels/made-for
+	@[ -z "$(TORCH_INDEX)" ] || [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null \
+		|| $(RUN) pip download -q --no-deps --timeout 5 --retries 0 --index-url $(TORCH_INDEX) -c $(PINS) -d $(WORKSHOP)/wheels torch \
+		2>/dev/null || true
+	@$(RUN) pip wheel -q --disable-pip-version-check -c $(PINS) -f $(WORKSHOP)/wheels -w $(WORKSHOP)/wheels '.[dev]' 'setuptools>=77'
+	@echo "$$(du -sh $(WORKSHOP) | cut -f1) in $(WORKSHOP) for $$(cat $(WORKSHOP)/wheels/made-for). There: ./install.sh 0 1 2"
+MADE_FOR := import platform as p; print("Python", *p.python_version_tuple()[:2], p.system(), p.machine())
 
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor

@@ -13,6 +13,8 @@ It uses labkit, and the simulator and the cluster where a lab does; none of them
 | jupyter.py       | JupyterLab on ``my/`` alone                                            |
 | verdict_store.py | the verdict of every check, kept beside the copies                     |
 | exports.py       | one file for a teacher, and many such files as one table               |
+| preflight.py     | one line for a class: PASS or FAIL                                     |
+| tutor_guide.md   | what an AI tutor does and does not do; the copies' AGENTS.md           |
 | judging.py       | notebooks executed for a command's exit status                         |
 | commands.py      | the command line                                                       |
 """

@@ -141,6 +141,7 @@ def write_html(frame: Any, path: Path) -> None:
     """Write the table as a self-contained page."""
     head = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta http-equiv="refresh" content="60">'  # the board of a class that is at work
         f"<title>labkit: progress</title><style>{PAGE_CSS}</style>"
     )
     marks = {**verdict_store.MARKS, "not attempted": verdict_store.OPEN_MARK}
