@@ -43,7 +43,8 @@ def test_thirty_files_become_one_table(thirty, tmp_path, capsys):
         ]
     assert {f"{lab.exercises[0].number}" for lab in lab_catalog.all_labs()} <= set(rows[0]), "every lab has its columns"
     text = page.read_text()
-    assert text.count("<tr") == 31 and "learner 29" in text and "http" not in text
+    assert text.count("<tr") == 31 and "learner 29" in text and "://" not in text
+    assert 'http-equiv="refresh" content="60"' in text, "a board of the class loads itself again"
 
 
 def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, tmp_path, capsys):
