@@ -12,7 +12,8 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab update reset progress notebooks book workshop doctor check test compat compat-here cuda-build lint clean
+.PHONY: help run lab update reset progress notebooks book workshop dist doctor check test compat compat-here nightly colab \
+	cuda-build lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -54,6 +55,13 @@ workshop: $(INSTALLED) ## a folder for machines without a network, from the last
 	@echo "$$(du -sh $(WORKSHOP) | cut -f1) in $(WORKSHOP) for $$(cat $(WORKSHOP)/wheels/made-for). There: ./install.sh 0 1 2"
 MADE_FOR := import platform as p; print("Python", *p.python_version_tuple()[:2], p.system(), p.machine())
 
+# The wheel comes from the sdist, so that whoever has only the sdist gets the same.
+dist: $(INSTALLED) ## the sdist and the wheel, in dist/, as a package index takes them
+	@rm -rf dist
+	@$(VENV_PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	@$(RUN) pip wheel -q --no-deps --no-build-isolation --no-index -w dist dist/*.tar.gz
+	@ls dist
+
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
@@ -91,14 +99,38 @@ test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every noteboo
 		|| echo "No Sphinx could be installed: the tests of the book will be skipped." >&2
 	$(call run-parts)
 
-compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
-	@test "$(origin TORCH)" != file || { echo "Say under which torch: make compat TORCH=2.11.0" >&2; exit 2; }
-	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) compat-here
+# Given on the command line or not: another Python has an environment of its own, and so has another torch.
+OTHER_PYTHON := $(if $(filter file,$(origin PYTHON)),,-$(notdir $(PYTHON)))
+compat: ## all tests but those in a browser under another Python, torch, or both: make compat PYTHON=python3.13 TORCH=2.11.0
+	@test "$(origin PYTHON) $(origin TORCH)" != "file file" || { \
+		echo "Say under which Python or torch: make compat PYTHON=python3.13, or make compat TORCH=2.11.0" >&2; exit 2; }
+	@$(MAKE) --no-print-directory VENV=.venv$(OTHER_PYTHON)-torch-$(TORCH) compat-here
 
 compat-here: export LABKIT_TEST := $(if $(ALL),all)
 compat-here: $(INSTALLED)
-	@$(RUN) labkit doctor
+	@$(RUN) labkit doctor || true  # a torch that is too new is tried all the same
 	$(call run-parts, and not browser)
+
+NIGHTLY ?= --pre --index-url https://download.pytorch.org/whl/nightly/cpu torch
+nightly: ## what tomorrow's PyTorch breaks, as a list in out/nightly.txt; NIGHTLY=torch==2.14.1 tries a release
+	@$(MAKE) --no-print-directory VENV=.venv-nightly .venv-nightly/.installed
+	@.venv-nightly/bin/python -m pip install -q --upgrade --timeout 20 --retries 0 $(NIGHTLY) || { \
+		echo "That PyTorch cannot be installed here: pip install $(NIGHTLY)" >&2; exit 1; }
+	@mkdir -p out
+	@{ $(MAKE) --no-print-directory VENV=.venv-nightly compat-here 2>&1; echo $$? > out/nightly.status; } | tee out/nightly.log
+	@grep -E '^(FAILED|ERROR) ' out/nightly.log | sort -u > out/nightly.txt; exit $$(cat out/nightly.status)
+
+# A learner's notebook installs labkit by its first cell. LABKIT_WIDGETS=1 has explorers show their controls.
+COLAB_LABS := 00_ranks 01_spatial_sharding 02_fsdp_wrapping
+colab: dist ## labs 0 to 2, solved, with the versions that Google Colab has: make colab PYTHON=python3.13
+	@$(PYTHON) -m venv --clear .venv-colab
+	@.venv-colab/bin/python -m pip install -q --disable-pip-version-check -r .ci/colab.txt
+	@mkdir -p out/colab && cp dist/*.whl notebooks/00_ranks.ipynb out/colab
+	@cd out/colab && ../../.venv-colab/bin/python -m papermill --no-progress-bar -k python3 00_ranks.ipynb 00_ranks.ipynb
+	@cd out/colab && for lab in $(COLAB_LABS); do \
+		LABKIT_STRICT_CLAIMS=1 LABKIT_WIDGETS=1 ../../.venv-colab/bin/python -m papermill --no-progress-bar -k python3 \
+			../../notebooks/solved/$$lab.ipynb $$lab.ipynb || exit 1; \
+	done
 
 cuda-build: $(INSTALLED) ## launch with torch's CUDA build (7 GB) where it seems to find GPUs: for Linux, as root, without one
 	@$(MAKE) --no-print-directory VENV=.venv-cuda TORCH_INDEX= .venv-cuda/.installed
@@ -114,7 +146,7 @@ lint: $(INSTALLED) ## style, types and layers
 	@$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
 
 clean: ## remove what was generated, except notebooks; .venv as well
-	rm -rf .venv .venv-torch-* .venv-cuda out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* build dist out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # nbgrader sees the packages of $(VENV), which do not see it: it would change every JupyterLab there.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))

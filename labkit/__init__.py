@@ -29,13 +29,16 @@ holds their explorers and a learner's progress.
 """
 
 import importlib
+import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from labkit import old_names  # noqa: F401  (imports find earlier names from here on)
 from labkit.hidden_modules import hiding_files
 
 try:
+    from labkit.environment import ENV_RUN_FOLDER
     from labkit.errors import (
         HostLost,
         LabError,
@@ -49,6 +52,7 @@ try:
     from labkit.launcher.progress import in_kernel
     from labkit.launcher.run import check, run, use_one_device
     from labkit.launcher.warm_start import fork_server_manager
+    from labkit.requirements import untested_torch_problem
     from labkit.runs.result import RunResult, load
     from labkit.theory.emulated import Emulated
 except (ImportError, AttributeError) as error:
@@ -94,6 +98,10 @@ def load_ipython_extension(shell: Any) -> None:
 
     shell.register_magics(TorchrunMagics)
 
+
+# Ranks need not repeat what the process that launched them has said.
+if (_problem := untested_torch_problem()) and ENV_RUN_FOLDER not in os.environ:
+    warnings.warn(_problem, stacklevel=2)
 
 # A notebook gets its cell magic, and torch is imported for its ranks before the first run.
 if in_kernel():

@@ -1,5 +1,6 @@
 """Find cores and the C++ compiler, and list PyTorch's known bugs with their issues. No torch."""
 
+import contextlib
 import errno
 import os
 import re
@@ -63,6 +64,19 @@ def torch_version() -> tuple[int, int]:
     """Return major and minor version of the installed torch."""
     major, minor, *_ = parse_version(metadata.version("torch"))
     return major, minor
+
+
+def untested_torch_problem() -> str:
+    """Return that the installed torch is newer than all that were tested, or "" if it is not."""
+    # The doctor speaks of a torch that is missing.
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if torch_version() >= UNTESTED_TORCH_VERSION:
+            most = ".".join(map(str, UNTESTED_TORCH_VERSION))
+            newer = (
+                f"torch {metadata.version('torch')} is newer than all that labkit was tested with"
+            )
+            return f"{newer}: a lab may stop, or pip install 'torch<{most}'"
+    return ""
 
 
 def parse_version(version: str) -> tuple[int, ...]:

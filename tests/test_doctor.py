@@ -1,16 +1,18 @@
 """The doctor's findings, on this machine and on machines that lack something."""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 
-from labkit import doctor, requirements
+from labkit import doctor, environment, requirements
 from labkit.doctor import Diagnosis, Finding
 
 
@@ -96,6 +98,28 @@ def test_a_torch_outside_the_tested_range_fails_and_says_which_to_install(monkey
     finding = doctor.check_torch()
     assert finding.status == status and labs in finding.labs
     assert finding.fix == ("" if status == "OK" else "pip install 'torch>=2.11,<2.14'")
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "is_named"),
+    [
+        ("2.14.0", {}, True),
+        ("3.1.0.dev20270101+cpu", {}, True),
+        ("2.13.9", {}, False),
+        ("2.14.0", {environment.ENV_RUN_FOLDER: "x"}, False),  # a rank does not repeat it
+    ],
+)
+def test_importing_labkit_names_a_torch_that_is_too_new(tmp_path, version, settings, is_named):
+    about = tmp_path / f"torch-{version}.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(requirements.__file__).parents[1])])
+    command = [sys.executable, "-c", "import labkit"]
+    settings = os.environ | {"PYTHONPATH": path} | settings
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (f"torch {version} is newer than all that labkit was tested with" in done.stderr) == is_named
+    assert is_named or not done.stderr
 
 
 @pytest.mark.parametrize(("version", "status"), [("3.10.14", "FAIL"), ("3.11.0", "OK"), ("3.14.1", "OK")])

@@ -62,7 +62,7 @@ def conda(repository):
 def test_environment_yml_has_python_a_compiler_and_the_learners_packages(conda, project):
     plain, lines = conda
     assert plain == ["python=3.11", "pip", "cxx-compiler"]
-    assert project["requires-python"] == ">=3.11"
+    assert project["requires-python"].startswith(">=3.11,")
     assert lines == [f"--extra-index-url {CPU_INDEX}", "--constraint constraints.txt", "--editable .[notebook]"]
 
 
@@ -83,7 +83,7 @@ def test_pip_finds_every_package_of_environment_yml_at_its_pinned_version(conda,
     if not resolve("--no-deps", "cloudpickle", folder=tmp_path)[0]:
         pytest.skip("no package index can be reached: set PIP_INDEX_URL to one")
     # As conda and mamba do it: a file of requirements beside environment.yml.
-    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+    for name in ("pyproject.toml", "DESCRIPTION.md", "LICENSE", "constraints.txt"):
         shutil.copy(repository / name, tmp_path)
     (tmp_path / "requirements.txt").write_text("\n".join(conda[1]))
     found, problem = resolve("-r", "requirements.txt", folder=tmp_path, timeout_s=360)
@@ -104,6 +104,15 @@ def test_pinned_torch_is_in_the_supported_range(project, pins):
     assert f"torch>={least},<{most}" in project["dependencies"]
     assert pins["torch"] == torch_private.SEEN[-1]
     assert MIN_TORCH_VERSION <= parse_version(pins["torch"]) < UNTESTED_TORCH_VERSION
+
+
+def test_the_classifiers_name_each_python_that_pip_accepts(project):
+    from packaging.specifiers import SpecifierSet
+
+    accepted = SpecifierSet(project["requires-python"])
+    named = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", each) for each in project["classifiers"]]
+    pythons = [f"3.{minor}" for minor in range(8, 30) if accepted.contains(f"3.{minor}.1")]
+    assert pythons == [match[1] for match in named if match]
 
 
 def test_every_requirement_of_every_pinned_package_is_pinned(project, pins):

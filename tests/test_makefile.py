@@ -66,10 +66,31 @@ def test_another_torch_changes_no_other_pin(installed, tmp_path, repository):
     assert {line.split("==")[0] for line in ours - theirs} == {"torch", "setuptools"}
 
 
-def test_compat_wants_to_know_which_torch(repository):
+def compat(repository, *words):
     plain = {"PATH": os.environ["PATH"]}  # without what a `make compat TORCH=…` that runs this test hands on
+    command = ["make", "--dry-run", "compat", *words]
+    return subprocess.run(command, cwd=repository, env=plain, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_compat_wants_to_know_which_python_or_torch(repository):
+    plain = {"PATH": os.environ["PATH"]}
     done = subprocess.run(["make", "compat"], cwd=repository, env=plain, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "make compat TORCH=2.11.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["TORCH=2.11.0"], ".venv-torch-2.11.0"),
+        (["PYTHON=/opt/bin/python3.13"], ".venv-python3.13-torch-2.13.0"),
+        (["PYTHON=python3.13", "TORCH=2.11.0"], ".venv-python3.13-torch-2.11.0"),
+    ],
+)
+def test_each_python_and_torch_has_an_environment_of_its_own(repository, words, folder):
+    said = compat(repository, *words)
+    assert f"{folder}/bin/python -m pytest" in said
+    pinned = re.search(r"sed '(.*)' constraints.txt", said)[1]
+    assert ("setuptools" in pinned) == any("TORCH" in word for word in words), "another Python keeps every pin"
 
 
 def test_reset_wants_to_know_which_lab(repository):

@@ -1,13 +1,16 @@
 """The course without a clone: a wheel, an empty folder, and an environment with labkit from the wheel alone."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import urllib.error
 import urllib.request
+from importlib import metadata
 from pathlib import Path
 
 import nbformat
@@ -18,20 +21,22 @@ from fixture_server import wait_for_info
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
 SMALL = read_small_values("00_ranks")
+PACKAGES = ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch", "notebooks")
 
 
 @pytest.fixture(scope="module")
 def installed(repository, tmp_path_factory):
     """The Python of an environment with this checkout's wheel, and the packages of this one but labkit."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("labkit", "labkit_course", "labkit_simulate", "labkit_cluster", "launch", "notebooks"):
-        shutil.copytree(repository / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(repository / name, folder / "source")
+    source = folder / "source"
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(repository / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "DESCRIPTION.md", "LICENSE", "MANIFEST.in", "Makefile"):
+        shutil.copy(repository / name, source)
+    make = ["make", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed", "dist"]
+    subprocess.run(make, cwd=source, check=True, timeout=200, capture_output=True)
+    (wheel,) = (source / "dist").glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, folder / "source"]
-    subprocess.run(build, check=True, timeout=200, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=100)
     python = folder / "env" / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -72,6 +77,25 @@ def test_the_wheel_holds_programs_and_learners_notebooks_and_nothing_else(instal
     assert {path.name for path in (packages / "launch" / "cluster").glob("*.*")} == for_clusters
     assert (packages / "labkit_course" / "recorded" / "words.json").exists()
     assert {"tests", "benchmarks", "book"}.isdisjoint(path.name for path in packages.iterdir())
+
+
+def test_the_wheel_describes_itself_and_its_types_are_read(installed):
+    packages = next(installed.parents[1].glob("lib/python*/site-packages"))
+    (about,) = metadata.distributions(name="labkit", path=[str(packages)])
+    text = about.metadata.get_payload()
+    assert "# labkit" in text and "labkit lab" in text
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == [], "an index cannot follow links into the repository"
+    assert about.metadata["License-Expression"] == "BSD-3-Clause" and "LICENSE" in about.metadata.get_all(
+        "License-File"
+    )
+    assert all((packages / name / "py.typed").exists() for name in PACKAGES if name.startswith("labkit"))
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of_and_no_tests(installed):
+    (sdist,) = (installed.parents[2] / "source" / "dist").glob("labkit-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        tops = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 2}
+    assert tops == {*PACKAGES, "labkit.egg-info"}
 
 
 def test_a_program_runs_and_is_recorded_in_the_current_folder(installed, empty):
