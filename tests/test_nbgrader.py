@@ -57,7 +57,7 @@ def released(nbgrader, repository):
     """The assignment that learners get: the beginning of lab 2 but for its runs, which take time and are not judged."""
     notebook = nbformat.read(repository / "notebooks" / "02_fsdp_wrapping.ipynb", as_version=4)
     end = [cell.id for cell in notebook.cells].index(LAST) + 1
-    first = [cell.id for cell in notebook.cells if cell.cell_type == "code"][:3]
+    first = [cell.id for cell in notebook.cells if cell.cell_type == "code"][:4]
     cells = [
         cell
         for cell in notebook.cells[:end]

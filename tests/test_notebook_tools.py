@@ -106,9 +106,38 @@ def test_a_commitment_loses_its_solution_without_a_trace_and_a_claim_is_folded_a
     )
     lab = source.find_labs(folder)[0]
     learner, solved = source.learner_notebook(lab.source).cells, source.solved_notebook(lab.source).cells
-    assert [cell.source.strip() for cell in learner] == ['mine = {"bytes": None}', 'claim("it is so", True)']
+    assert [cell.source.strip() for cell in learner[1:]] == ['mine = {"bytes": None}', 'claim("it is so", True)']
     assert 'mine = {"bytes": 12}' in solved[0].source
-    assert [cell.metadata.get("jupyter") for cell in learner] == [None, {"source_hidden": True}]
+    assert [cell.metadata.get("jupyter") for cell in learner[1:]] == [None, {"source_hidden": True}]
+
+
+@pytest.mark.parametrize(
+    ("urls", "found", "called"),
+    [
+        ({}, None, "install --quiet labkit-*.whl"),
+        ({"urls": {"Source": "https://example.org/labkit"}}, None, "install --quiet git+https://example.org/labkit"),
+        ({}, "a spec", ""),
+    ],
+)
+def test_a_learners_first_cell_of_code_installs_labkit_where_it_is_missing(monkeypatch, urls, found, called):
+    class Shell:
+        called = ""
+
+        def run_line_magic(self, name, line):
+            self.called = line if name == "pip" else name
+
+    shell = Shell()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found if name == "labkit" else 1 / 0)
+    exec(source.install_cell(urls).source, {"get_ipython": lambda: shell})
+    assert shell.called == called
+
+
+def test_the_learners_notebook_alone_begins_with_that_cell_once_whatever_is_above(folder):
+    path = folder / "src" / "07_sample.py"
+    learner, solved = source.learner_notebook(path).cells, source.solved_notebook(path).cells
+    assert [cell.id for cell in learner].index(source.INSTALL_ID) == 1, "below the title"
+    assert [cell.id for cell in learner if cell.cell_type == "code"].count(source.INSTALL_ID) == 1
+    assert source.INSTALL_ID not in [cell.id for cell in solved]
 
 
 def test_same_source_same_bytes_and_ids_that_last(folder):
@@ -117,7 +146,8 @@ def test_same_source_same_bytes_and_ids_that_last(folder):
     assert source.as_text(before) == source.as_text(source.learner_notebook(path))
     path.write_text("# %%\nnew = 1\n\n" + SAMPLE)
     after = source.learner_notebook(path)
-    assert [cell.id for cell in after.cells[1:]] == [cell.id for cell in before.cells]
+    before, after = ([cell.id for cell in each.cells if cell.id != source.INSTALL_ID] for each in (before, after))
+    assert after[1:] == before
 
 
 EXERCISE = """\
@@ -157,7 +187,7 @@ def test_an_exercise_is_marked_for_nbgrader_and_for_progress_under_names_that_la
     path.write_text(EXERCISE)
     before = source.learner_notebook(path)
     assert before.metadata.labkit == {"lab": "simulation"}
-    marked = [(cell.id, cell.metadata) for cell in before.cells if cell.metadata]
+    marked = [(cell.id, cell.metadata) for cell in before.cells if "nbgrader" in cell.metadata]
     whole = {"schema_version": 3, "task": False}
     answer = {"grade_id": "answer-Wire", "grade": False, "solution": True, "locked": False}
     check = {"grade_id": "check-Wire", "grade": True, "solution": False, "locked": True, "points": 2}
@@ -168,7 +198,7 @@ def test_an_exercise_is_marked_for_nbgrader_and_for_progress_under_names_that_la
     ], "each once, whatever else is handed to the check"
     path.write_text(EXERCISE.replace("class Wire:", "class Wire(Thing):").replace("verdict\n", "verdict  # look\n"))
     after = source.learner_notebook(path)
-    assert [(cell.id, cell.metadata) for cell in after.cells if cell.metadata] == marked
+    assert [(cell.id, cell.metadata) for cell in after.cells if "nbgrader" in cell.metadata] == marked
     assert not any("nbgrader" in cell.metadata for cell in source.solved_notebook(path).cells)
 
 
@@ -176,7 +206,7 @@ def test_equal_cells_have_different_ids(folder):
     path = folder / "src" / "07_sample.py"
     path.write_text("# %%\nsame = 1\n\n# %%\nsame = 1\n")
     ids = [cell.id for cell in source.learner_notebook(path).cells]
-    assert len(set(ids)) == 2
+    assert len(set(ids)) == len(ids) == 3
 
 
 @pytest.mark.parametrize(

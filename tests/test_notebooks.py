@@ -253,8 +253,8 @@ def environment_of(process):
 def setup_of(lab):
     """The learner's first cells of code: imports, parameters, and what holds these to their ranges."""
     cells = [cell for cell in learner_notebook(lab.source).cells if cell.cell_type == "code"]
-    imports, parameters, first_use = (cell.source for cell in cells[:3])
-    assert "parameters" in cells[1].metadata.tags
+    install, imports, parameters, first_use = (cell.source for cell in cells[:4])
+    assert "find_spec" in install and "parameters" in cells[2].metadata.tags
     lines = ast.parse(first_use).body
     last = max(index for index, line in enumerate(lines) if "require(" in ast.unparse(line))
     # What follows, runs among it, is executed with all points where the notebooks are.

@@ -10,6 +10,7 @@ from docs.book.terms import link_terms
 
 PLACEHOLDER = "...  # your code here"
 ANSWER_BELOW = "<details><summary>An answer"
+INSTALL_ID = "install-labkit"
 CAPTION = re.compile(r"\*(?!\*)(.+?)\*(?!\*)", re.DOTALL)
 
 
@@ -24,7 +25,8 @@ def lab_of_the_book(learner_path: Path, solved_path: Path, terms: list[str]) -> 
         LabError: the learner's notebook and the solved one have not been built from one source.
     """
     learner, solved = (json.loads(path.read_text()) for path in (learner_path, solved_path))
-    given = [cell for cell in learner["cells"] if not text_of(cell).startswith(ANSWER_BELOW)]
+    for_learners = [cell for cell in learner["cells"] if cell.get("id") != INSTALL_ID]
+    given = [cell for cell in for_learners if not text_of(cell).startswith(ANSWER_BELOW)]
     if [cell["cell_type"] for cell in given] != [cell["cell_type"] for cell in solved["cells"]]:
         raise LabError(f"{learner_path} and {solved_path} differ: run make notebooks")
     cells: list[dict[str, Any]] = []

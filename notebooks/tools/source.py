@@ -7,6 +7,7 @@ name, and metadata is reduced to the kernel's name, the cells' tags and what mar
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,14 @@ PLACEHOLDER = "...  # your code here"
 COMMIT, CLAIM = "commit", "claim"
 """Tags: a cell with the learner's own predictions, which lose the solution without a trace; one that holds sentences
 about a figure against its numbers, and is folded away."""
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+INSTALL = """\
+# Where labkit is missing, as on Google Colab, this installs it {whence}. Elsewhere it does nothing.
+from importlib.util import find_spec
+
+if not find_spec("labkit"):
+    get_ipython().run_line_magic("pip", "install --quiet {what}")"""
+INSTALL_ID = "install-labkit"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
@@ -81,7 +90,24 @@ def learner_notebook(path: Path) -> Notebook:
     notebook.cells = [*cells, *filter(None, [answer])]
     set_ids(notebook)
     exercises.mark(notebook, path.stem, PLACEHOLDER)
+    first_code = next((place for place, cell in enumerate(cells) if cell.cell_type == "code"), len(cells))
+    notebook.cells.insert(first_code, install_cell(tomllib.loads(PYPROJECT.read_text())["project"]))
     return notebook
+
+
+def install_cell(project: dict[str, Any]) -> Notebook:
+    """A learner's first cell of code, which installs labkit where it is missing.
+
+    Args:
+        project: that table of pyproject.toml. Without an address there, the cell takes a wheel that lies beside the
+            notebook; by its name alone, pip might find a stranger's package.
+    """
+    address = project.get("urls", {}).get("Source")
+    whence, what = (
+        ("from its repository", f"git+{address}") if address else ("from a wheel in this folder", "labkit-*.whl")
+    )
+    text = INSTALL.format(whence=whence, what=what)
+    return nbformat.v4.new_code_cell(text, id=INSTALL_ID, metadata={"jupyter": {"source_hidden": True}})
 
 
 def to_be_opened(answer: str) -> Notebook:
