@@ -131,6 +131,16 @@ def test_a_crowd_comes_in_turn_and_a_right_answer_is_not_called_wrong():
     assert said["ok"] and said["right"] == 5, done.stdout + done.stderr
 
 
+@pytest.mark.long  # five kernels with PyTorch each
+@pytest.mark.timeout(300)
+def test_notebooks_that_share_a_machine_come_right_and_nothing_is_left():
+    words = [sys.executable, FOLDER / "classroom.py", "--kernels", "5"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["ok"] and (said["right"], said["runs"]) == (5, 10), done.stdout + done.stderr
+
+
 def test_the_published_benchmark_holds_the_formulas_against_what_others_measured(bench, capsys):
     bench("published").main()
     lines = capsys.readouterr().out.splitlines()
