@@ -123,7 +123,7 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     answer(copy, "def all_gathers", written, "my output")
     answer(copy, "checks.zero_bytes", "checks.zero_bytes(zero_bytes)", "an output of an unchanged cell")
     notebook = nbformat.read(copy, as_version=4)
-    notebook.cells.insert(3, nbformat.v4.new_code_cell("a_cell_of_my_own = 1"))
+    notebook.cells.insert(4, nbformat.v4.new_code_cell("a_cell_of_my_own = 1"))  # below the words about sharding
     nbformat.write(notebook, copy)
 
     course(AFTER)
@@ -482,5 +482,6 @@ def test_copies_of_version_0_1_0_take_todays_labs_and_keep_what_was_written(repo
         assert f"{lab}: " in said and f"{lab}: nothing new" not in said
         cells = texts(nbformat.read(mine / f"{lab}.ipynb", as_version=4))
         assert set(written.values()) <= set(cells)
+        assert source.install_cell({}).source in cells, "which copies of that time did not have"
         prose = [cell.source for cell in sources[lab].cells if cell.cell_type == "markdown"]
         assert set(prose) <= set(cells)
