@@ -181,7 +181,7 @@ def culprit(ends: list[dict]) -> int:
 checks.culprit(culprit)
 
 # %% [markdown]
-# *Takeaway: look for the rank that failed first. What others say of lost connections are its echoes.*
+# *Takeaway: look for the earliest error that is no echo. Lost connections of others are echoes.*
 #
 # ## 3. Stacks ({minutes} minutes)
 #
@@ -336,7 +336,15 @@ parted
 claim("the ranks part at call 2, which rank 2 did not make", (place, odd) == (2, [2]))
 
 # %% [markdown]
-# *Takeaway: find the first place at which the records part. What comes after it is a consequence.*
+# Above, rank 2's record merely ends. Two other patterns look alike at first, so look at the calls after the first that differs:
+#
+# ```
+#                    others      rank 2
+# a call left out    A B C D     A C D      all that follows comes one place early
+# another order      A B C D     A C B D    two differ, and then all is equal again
+# ```
+#
+# *Takeaway: find the first place at which the records part, and look one call further.*
 #
 # ## 5. A time line ({minutes} minutes)
 #
@@ -381,7 +389,8 @@ claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
 # %% [markdown]
 # If the slow rank stays the same when the data move, it is the machine: a hot GPU that slows down, a slow disk, a
-# neighbour. If no rank computes longer, a link is slow: time each by itself, with a message and its answer. On GPUs take a profiler, because `time.perf_counter`
+# neighbour. If no rank computes longer, a link is slow: time each by itself, first a short question one way and a long
+# answer the other, then the reverse. On GPUs take a profiler, because `time.perf_counter`
 # sees only the launch.
 #
 # *Takeaway: the rank that waits least is the one that all others wait for.*
@@ -533,7 +542,8 @@ checks.diagnoses(diagnoses)
 # <details><summary>The three, look by look (open it once you have named them)</summary>
 #
 # - **25**. Stacks: ranks 0, 1 and 3 wait in an all-reduce, so for rank 2. It stands in `send`, so it waits for rank 3, and that is a
-#   circle: rank 2 is one swap ahead. Record: from step 3 on its calls come one place early, and 3.2 is missing.
+#   circle: rank 2 is one swap ahead. Record: its call for layer 2 of step 3, `3.2`, is missing, and the next ones come one
+#   place early.
 # - **6**. Times: all ranks compute for about as long, and rank 2's swap takes 60 ms, which the others spend waiting in the
 #   reduction. Links: messages from rank 3 to rank 2 take 60 ms, and the other way 0.1 ms.
 # - **15**. Weights: equal at the start, and rank 0's differ at the end. Record: at call 6 it has layer 1 where the others
@@ -553,7 +563,7 @@ last
 #
 # ## 8. The code you would write ({minutes} minutes)
 #
-# A script can tell you what went wrong. This one has five such lines, each with a comment that begins with a number.
+# A script can help you find what went wrong. This one has five such lines, each with a comment that begins with a number.
 
 # %% tags=["script"]
 # %%torchrun -n 4
@@ -588,8 +598,9 @@ main()
 
 # %% [markdown]
 # Line 4 must come before the first collective that a rank may miss. It knows gloo only: with NCCL make a second group
-# for it, `dist.new_group(backend="gloo")`. It waits for the slowest rank in every step, so take it out when the search
-# is over. Line 5 costs a reduction of all weights, so do it every hundred steps.
+# for it, `dist.new_group(backend="gloo")`. It sends messages in every step, so take it out when the search is over. Line 5
+# costs a reduction of all weights, so do it every hundred steps. It says that ranks differ, not which is wrong: the rank
+# with the largest weights passes.
 #
 # ## 9. The card ({minutes} minutes)
 #

@@ -37,7 +37,7 @@ CAUSES = {
     "other order": "the rank reduces two gradients in another order",
     "other shape": "the rank reduces another shape or dtype",
     "fewer batches": "the rank has fewer batches than the others",
-    "deadlock": "the rank breaks the rule: even ranks send first",
+    "deadlock": "the rank breaks the rule that even ranks send first",
     "killed": "the rank was killed from outside",
     "out of memory": "the rank ran out of memory",
     "straggler": "the rank computes more slowly than the others",
