@@ -130,7 +130,16 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
                 said.append(f"{lab.name}: {_update_copy(folder, lab)}")
         except LabError as error:
             problems.append(f"{lab.name}: left as it is. {error}")
+    said += [f"{name}: no longer a lab; your copy stays as it is" for name in _former_labs(folder)]
     return sorted(said), problems
+
+
+def _former_labs(folder: Path) -> list[str]:
+    """Return the names of copies whose lab has gone, or has another name now."""
+    known = {lab.name for lab in lab_catalog.all_labs()}
+    copied = (folder / LABKIT_FOLDER_NAME / "pristine").glob("*.ipynb")
+    names = {path.stem for path in copied if (folder / path.name).exists()}
+    return sorted(names - known)
 
 
 def _update_copy(folder: Path, lab: Lab) -> str:

@@ -32,6 +32,7 @@ from labkit_course.checks import (
     simulation,
     spatial,
     spatial_at_work,
+    step_time,
     two_dim,
     two_dim_at_work,
 )
@@ -74,11 +75,11 @@ IN_THE_NOTEBOOK = [
     (hosts.mend_third, ()),
     (hosts.mend_script, ()),
     (simulation.fewest_hosts, ()),
-    (simulation.ring_s, ()),
-    (simulation.forward_s, ()),
-    (simulation.hosts_spanned, ()),
-    (simulation.efficiencies, ()),
-    (simulation.can_know, ()),
+    (simulation.chosen, ()),
+    (step_time.forward_s, ()),
+    (step_time.untold, ()),
+    (step_time.robust, ()),
+    (step_time.defence, ()),
 ]
 
 ODD = [None, Fraction(1, 3), 10**5000, [10**5000], (10**5000, 1), float("nan"), "many", object(), numpy.arange(3)]

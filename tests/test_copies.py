@@ -115,6 +115,20 @@ def test_every_lab_gets_a_copy_and_what_is_there_is_left_alone(course, tmp_path)
     ]
 
 
+def test_a_copy_whose_lab_has_another_name_now_stays_and_is_named(course, tmp_path):
+    old, mine = course(BEFORE, "06_old"), tmp_path / "my"
+    copies.make_copies(mine)
+    answer(mine / old.name, "def all_gathers", "def all_gathers(units):\n    return 2 * units")
+    written = (mine / old.name).read_text()
+    old.unlink()
+    course(AFTER, "06_new")
+    said, problems = copies.update_copies(mine)
+    assert said == ["06_new: a new copy", "06_old: no longer a lab; your copy stays as it is"] and not problems
+    assert (mine / old.name).read_text() == written
+    (mine / old.name).unlink()
+    assert copies.update_copies(mine) == (["06_new: nothing new"], [])
+
+
 def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
     copies.make_copies(mine)

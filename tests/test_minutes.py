@@ -16,6 +16,8 @@ ONE_SITTING = {
     "04_compiler_bucketing",
     "04c_the_compiler_sends",
     "05_two_dimensions",
+    "06_does_it_fit",
+    "06b_how_long",
     "07_when_it_breaks",
     "08_beyond_one_machine",
 }

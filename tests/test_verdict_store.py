@@ -55,6 +55,16 @@ def test_a_pass_is_never_taken_back_and_tries_are_counted(kept):
     assert one.first_passed and one.first_passed <= one.when
 
 
+def test_a_pass_counts_in_the_lab_to_which_its_exercise_has_moved(kept):
+    passed, wrong_now = ExerciseProgress("passed", "1", 1, "1"), ExerciseProgress("wrong", "2", 1)
+    lab = lab_catalog.find_lab("step_time")
+    moved = verdict_store.lab_progress(
+        lab, {"simulation": {"forward_s": passed, "peak_bytes": passed}, "step_time": {"forward_s": wrong_now}}
+    )
+    assert moved.states == {"forward_s": "passed"}
+    assert verdict_store.lab_progress(lab, {"simulation": {"forward_s": wrong_now}}).states == {}
+
+
 def test_an_empty_answer_is_no_try(kept):
     def fewest_ranks(parameters, largest_unit, memory_bytes): ...
 

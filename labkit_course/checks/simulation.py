@@ -1,33 +1,68 @@
-"""Checks of lab 6, a cluster that is simulated."""
+"""Checks of lab 6, does it fit?"""
 
+import functools
 import math
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from labkit.theory.collectives import AlphaBeta
+import labkit
+from labkit.errors import ParameterError
 from labkit_course.checks import judge
-from labkit_course.checks.judge import Verdict, exercise
-from labkit_simulate.theory import simulation as theory
+from labkit_course.checks.judge import Verdict, exercise, expect
+from labkit_simulate.memory_fit import GIB, memory_fit
+from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
+from launch.given import TRAIN
 
 LAB = "simulation"
-# Any order of the operations is right, so rounding may differ.
-TOLERANCES = {"rtol": 1e-9, "atol": 0.0}
-# What is asked in exercise 6, whether a simulation can know it, and why.
-QUESTIONS = {
-    "peak memory of a rank": (True, "Sizes of tensors do not depend on numbers in them."),
-    "bytes sent between hosts": (True, "Sizes of tensors and the ranks of each group are known."),
-    "number of all-gathers in a step": (True, "The program asks for them, whatever the numbers."),
-    "loss after 100 steps": (False, "A simulated tensor has no numbers, and the loss is one."),
-    "whether gradients overflow in float16": (False, "That depends on their numbers."),
-    "which rank is late": (False, "All ranks are alike here. Lateness is measured, as in lab 7."),
-    "how long the data loader takes": (False, "Samples have a shape here, and nothing is read."),
-}
+HOSTS = "h100-8x"
+# Exercise 1 simulates these; exercise 3 plans those.
+PEAKS = ((4, {"model": "tiny", "batch": 4}), (64, {"model": "tiny", "checkpointing": "full"}))
+CHOICES: dict[str, Any] = {"checkpointing": ["none", "full"], "batch": [1, 4], "layers": 2}
+PLAN_RANKS = 16
+# The task of exercise 4, and how near to the quickest way an answer has to come.
+RANKS, BUDGET_GIB, SEQUENCE, NEAR = 64, 24.0, 2048, 0.97
+NAMES = ("shard_over", "batch", "checkpointing")
+# A GPU's allocator takes at most this much more than the formula's tensors.
+ALLOCATOR_FACTOR, RESERVED_GIB = 1.1, 1.8
+
+
+@exercise
+def peak_bytes(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 1: the peak of rank 0 of (program, ranks, settings), by one simulation."""
+    for ranks, settings in PEAKS:
+        asked = f"{judge.answer_name(answer)} of {ranks} ranks with {settings}"
+        found = judge.call_answer(answer, TRAIN, ranks, dict(settings), in_words=asked)
+        sizes = _peaks(ranks, tuple(settings.items()))
+        likely = {
+            "That is a part of the peak. Which value has all of it?": sizes["parameters"],
+            "Do the settings reach the simulation?": sizes["without settings"],
+            "Of how many ranks is it one?": sizes["of two ranks"],
+        }
+        hint = judge.likely_hint(found, likely)
+        is_right = judge.is_close(found, sizes["total"], rtol=0, atol=0)
+        said = f"{asked} gave {judge.value_text(found)}"
+        expect(is_right, said, f"{sizes['total']:,}", hint)
+    return judge.passing_verdict(f"{len(PEAKS)} peaks agree, to the byte")
+
+
+@functools.cache
+def _peaks(ranks: int, settings: tuple[tuple[str, Any], ...]) -> dict[str, int]:
+    """Return the right peak, and those of likely mistakes."""
+    result = labkit.simulate(TRAIN, world_size=ranks, **dict(settings))
+    two = labkit.simulate(TRAIN, world_size=2, **dict(settings))
+    plain = labkit.simulate(TRAIN, world_size=ranks, model="tiny")
+    return {
+        "total": int(result.value("peak_total_bytes")),
+        "parameters": int(result.value("peak_parameter_bytes")),
+        "of two ranks": int(two.value("peak_total_bytes")),
+        "without settings": int(plain.value("peak_total_bytes")),
+    }
 
 
 @exercise
 def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 1: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
+    """Exercise 2: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
 
     def right_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float) -> int:
         return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))
@@ -44,88 +79,104 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
     found = judge.call_answer(answer, 640.0, 60.0, 60.0)
     hint = "The own bytes alone fill the budget. More ranks do not make them fewer."
     said, expected = f"{asked} gave {judge.value_text(found)}", "None: no number of hosts is enough"
-    judge.expect(found is None, said, expected, hint)
+    expect(found is None, said, expected, hint)
     return judge.passing_verdict("4 cases agree, one of them without an answer")
 
 
 @exercise
-def ring_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: seconds of an all-gather over hosts, with the arguments of ``theory.ring_s``."""
-    links = AlphaBeta(2.0, 0.5), AlphaBeta(10.0, 6.0)
-    hops = "A shard makes a hop to every other rank, one less than there are, with all its bytes."
-    crossing = "hosts - 1 of the hops go between hosts, with another latency."
-    slower = "Each rank has a card, and the rings fill all. The slower of the two links decides."
-    cases = [
-        (4.0, 1, 8, *links, f"{hops} On one host nothing crosses."),
-        # Without bytes, latencies alone count.
-        (0.0, 3, 4, *links, crossing),
-        (4.0, 2, 8, *links, slower),
-        (4.0, 4, 16, *links, slower),
-    ]
-    judge.judge_cases(answer, theory.ring_s, cases)
-    return judge.passing_verdict("4 cases agree, on one host and on several")
+def quickest(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 3: of a program's choices the settings that fit and train most tokens a second."""
+    judge.raise_if_not_attempted(answer)
+    rows, right, budget_gib = _small_plan()
+    asked = f"{judge.answer_name(answer)} of {PLAN_RANKS} ranks"
+    found = judge.call_answer(answer, TRAIN, PLAN_RANKS, budget_gib, dict(CHOICES), in_words=asked)
+    names = [name for name, values in CHOICES.items() if isinstance(values, list)]
+    wanted = f"the settings of one candidate, with {' and '.join(names)}"
+    is_choice = isinstance(found, Mapping) and all(name in found for name in names)
+    expect(is_choice, f"{asked} gave {judge.value_text(found)}", wanted)
+    key = tuple(found[name] for name in names)
+    said = f"{asked} gave {', '.join(f'{name} {found[name]!r}' for name in names)}"
+    expect(key in rows, f"{said}, which is no candidate", wanted)
+    needed_gib, step_s, speed = rows[key]
+    best = ", ".join(f"{name} {value!r}" for name, value in zip(names, right, strict=True))
+    seen = f"{said}, which needs {needed_gib:.2f} GiB of {budget_gib:.2f}"
+    expect(needed_gib <= budget_gib, seen, best)
+    hint = ""
+    if step_s < rows[right][1]:
+        hint = "Its step is shorter, but how many sequences does it train in it?"
+    expect(key == right, f"{said}: {speed:,.0f} tokens a second", best, hint)
+    return judge.passing_verdict(f"{best}: {speed:,.0f} tokens a second on a GPU, and it fits")
 
 
-@exercise
-def forward_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: when a forward pass ends whose units are gathered one ahead, from (gathers_s,
-    computes_s).
+@functools.cache
+def _small_plan() -> tuple[dict[tuple[Any, ...], tuple[float, float, float]], Any, float]:
+    """Return GiB, seconds and tokens/s by choice, the right one, and the budget.
+
+    The budget leaves out the way that trains most tokens a second.
     """
-    first = "The first unit is gathered while nothing computes."
-    beside = "While a unit computes, the next one is gathered."
-    late = "A unit computes once it is gathered, and then the next one's gather is under way."
-    room = "There is room for two: a gather waits until the unit before the last has computed."
-    cases = [
-        ([1.0], [2.0], first),
-        ([1.0, 1.0, 1.0], [3.0, 3.0, 3.0], beside),
-        ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0], late),
-        ([1.0, 1.0, 5.0], [4.0, 1.0, 1.0], room),
-        ([2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 0.5, 2.0], room),
-    ]
-    judge.judge_cases(answer, theory.forward_s, cases)
-    return judge.passing_verdict(f"{len(cases)} passes end when they should")
+    found = labkit.plan(TRAIN, world_size=PLAN_RANKS, hardware=HOSTS, **CHOICES)
+    names = [name for name, values in CHOICES.items() if isinstance(values, list)]
+    rows = {
+        tuple(row[name] for name in names): (
+            row["needed_bytes"] / GIB,
+            row["step_s"],
+            SEQUENCE * row["batch"] / row["step_s"],
+        )
+        for row in found.frame.to_dict("records")
+    }
+    order = sorted(rows, key=lambda key: -rows[key][2])
+    right = next(key for key in order if rows[key][0] < rows[order[0]][0])
+    return rows, right, (rows[order[0]][0] + rows[right][0]) / 2
 
 
 @exercise
-def hosts_spanned(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: on how many hosts the ranks of a group are, from (size, stride, nproc)."""
-    hint = "The group is ranks 0, stride, 2 * stride, …: on which host is each of them?"
-    cases = [(8, 1, 8), (16, 1, 8), (16, 8, 8), (4, 2, 8), (4, 4, 8), (3, 16, 8)]
-    judge.judge_cases(answer, theory.hosts_spanned, [(*case, hint) for case in cases])
-    return judge.passing_verdict("6 groups placed")
+def chosen(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 4: mesh, batch and checkpointing for the whole model; simulated with all blocks."""
+    found = judge.call_answer(answer)
+    is_choice = isinstance(found, Mapping) and set(found) == set(NAMES)
+    shown = judge.value_text(found)
+    expect(is_choice, f"it gave {shown}", f"a dict with {', '.join(NAMES)}")
+    try:
+        needed_gib, speed = simulated_choice(*(found[name] for name in NAMES))
+    except (ParameterError, TypeError) as error:
+        said = f"{shown} is refused: {str(error).partition(chr(10))[0]}"
+        raise judge.WrongAnswer(said, expected="values that train.py takes") from None
+    said = f"{shown} needs {needed_gib:.1f} GiB of {BUDGET_GIB:g}"
+    hint = "Shard over more ranks, take fewer sequences, or keep less for the backward pass."
+    expect(needed_gib <= BUDGET_GIB, said, f"at most {BUDGET_GIB:g} GiB", hint)
+    best = quickest_by_formula()
+    best_speed = max(speed, simulated_choice(*best)[1])
+    said += f" and trains {speed:,.0f} tokens a second on a GPU"
+    hint = "What does recomputing cost? What does a larger batch gain?"
+    expect(speed >= NEAR * best_speed, said, f"at least {NEAR * best_speed:,.0f}", hint)
+    return judge.passing_verdict(said)
 
 
-@exercise
-def efficiencies(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 5: what a rank does at each size, as a part of what it does at the first."""
-    cases = [
-        ([8, 16, 64], [80.0, 160.0, 320.0]),
-        ([1, 2], [50.0, 75.0]),
-        ([8, 1024], [1.0, 128.0]),
-    ]
-    for ranks, totals in cases:
-        right, asked = theory.efficiencies(ranks, totals), judge.call_text(answer, ranks, totals)
-        found = judge.call_answer(answer, [*ranks], [*totals], in_words=asked)
-        is_series = isinstance(found, list | tuple) and len(found) == len(ranks)
-        said = f"{asked} gave {judge.value_text(found)}"
-        are_numbers = is_series and all(isinstance(value, Real) for value in found)
-        judge.expect(are_numbers, said, f"{len(ranks)} numbers")
-        each = [total / count for count, total in zip(ranks, totals, strict=True)]
-        likely = {
-            "All ranks together do more. What does one do?": [x / totals[0] for x in totals],
-            "As a part of what one does first.": each,
-            "Compare with the first size, not with the last.": [x / totals[-1] for x in totals],
-        }
-        is_right = judge.is_close(found, right, **TOLERANCES)
-        judge.expect(is_right, said, right, judge.likely_hint(found, likely))
-    return judge.passing_verdict(f"{len(cases)} series agree")
+@functools.cache
+def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> tuple[float, float]:
+    """Return the GiB that a rank of the task needs, and the tokens of a GPU in a second."""
+    settings = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
+    result = labkit.simulate(TRAIN, world_size=RANKS, hardware=HOSTS, sequence=SEQUENCE, **settings)
+    fit = memory_fit(result, BUDGET_GIB)
+    speed = batch * SEQUENCE / result.value("reckoned_step_s")
+    return (fit.budget_bytes - fit.margin_bytes) / GIB, speed
 
 
-@exercise
-def can_know(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 6: for each question, whether a simulation without numbers and clocks answers it."""
-    for question, (right, why) in QUESTIONS.items():
-        found = judge.call_answer(answer, question)
-        said = f"{judge.call_text(answer, question)} gave {judge.value_text(found)}"
-        judge.expect(found is right, said, right, why)
-    return judge.passing_verdict(f"{len(QUESTIONS)} questions sorted")
+def quickest_by_formula() -> tuple[int | None, int, str]:
+    """Return the settings of most tokens a second that surely fit."""
+    speeds: dict[tuple[int | None, int, str], float] = {}
+    for shard_over in (None, 8, 16, 32):
+        for batch in (1, 2, 4, 8):
+            for checkpointing in ("none", "selective", "full"):
+                setup = TrainingSetup(
+                    LLAMA_2_7B,
+                    batch,
+                    SEQUENCE,
+                    RANKS,
+                    checkpointing,  # type: ignore[arg-type]
+                    shard_ranks=shard_over,
+                )
+                step = setup.estimate_step(get_hardware(HOSTS))
+                if ALLOCATOR_FACTOR * step.memory_bytes / GIB + RESERVED_GIB <= BUDGET_GIB:
+                    speeds[shard_over, batch, checkpointing] = step.tokens_per_s
+    return max(speeds, key=lambda key: speeds[key])

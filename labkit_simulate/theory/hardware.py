@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labkit.theory.collectives import AlphaBeta
-from labkit.theory.links import MEASURED_LINKS, PLAIN, Links, Tuning
+from labkit.theory.links import MEASURED_LINKS, PLAIN, Links, Protocol, Tuning
 
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
 NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
@@ -118,6 +118,33 @@ class Hardware:
             call_s=links.call_s,
             tuning=links.tuning,
         )
+
+    def with_network(
+        self,
+        *,
+        latency_us: float | None = None,
+        bandwidth_share: float = 1.0,
+        protocols: tuple[Protocol, ...] | None = None,
+        measured: bool | None = None,
+    ) -> "Hardware":
+        """Return these devices with another network.
+
+        Args:
+            latency_us: of a step between hosts, by default the same.
+            bandwidth_share: what this job has of each network card.
+            protocols: those that NCCL may choose, also inside a host; by default the same.
+            measured: whether the network counts as measured, by default as before.
+        """
+        links = self.links
+        latency_s = links.between.alpha_s if latency_us is None else latency_us * US
+        between = AlphaBeta(latency_s, links.between.beta_s_per_byte / bandwidth_share)
+        known = links.tuning.network_measured if measured is None else measured
+        tuning = replace(
+            links.tuning,
+            protocols=protocols or links.tuning.protocols,
+            network_measured=known,
+        )
+        return self.with_links(replace(links, between=between, tuning=tuning))
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak FLOP/s of a device; raise ValueError for a dtype without a rate.

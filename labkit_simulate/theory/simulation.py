@@ -1,13 +1,15 @@
-"""Rules of lab 6: hosts that a model needs, groups across hosts, a ring, two streams, scaling.
+"""Rules of labs 6 and 6b: hosts that a model needs, two streams, ranges, choices.
 
 The full models are ``theory.step_time`` and ``theory.transformer``; a test compares these rules
 with them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from labkit.theory.collectives import AlphaBeta
+from labkit_simulate.theory.hardware import Hardware
+from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
 
 
 def fewest_hosts(
@@ -25,21 +27,6 @@ def fewest_hosts(
     return max(1, math.ceil(shared_bytes / (devices * room))) if room > 0 else None
 
 
-def ring_s(
-    shard_bytes: float, hosts: int, nproc: int, inside: AlphaBeta, between: AlphaBeta
-) -> float:
-    """Return the seconds of a ring all-gather over hosts of ``nproc`` ranks, each with a card.
-
-    A shard makes a hop to every other rank, hosts - 1 of them between hosts. The rings together
-    fill all cards of a host, so bytes take as long as on the slower of two links: between two ranks
-    of a host, or over all cards together.
-    """
-    hops, crossing = hosts * nproc - 1, hosts - 1
-    latency_s = (hops - crossing) * inside.alpha_s + crossing * between.alpha_s
-    card = between.beta_s_per_byte / nproc if hosts > 1 else 0.0
-    return latency_s + hops * shard_bytes * max(inside.beta_s_per_byte, card)
-
-
 def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
     """Return the seconds of a forward pass that gathers each unit while the previous one computes.
 
@@ -53,15 +40,46 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
     return ends[-1]
 
 
-def hosts_spanned(size: int, stride: int, nproc: int) -> int:
-    """Return the number of hosts of the group of ranks 0, stride, 2 stride, …
+def untold(ranges: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return the ways that may be the quickest, from the least and most seconds of each.
 
-    The stride of a mesh axis is the product of the axes after it; a host has ``nproc`` ranks.
+    A way is ruled out if another takes less at most than it takes at least.
     """
-    return len({place * stride // nproc for place in range(size)})
+    least_high = min(high for _, high in ranges.values())
+    return [name for name, (low, _) in ranges.items() if low <= least_high]
 
 
-def efficiencies(ranks: Sequence[int], tokens_per_s: Sequence[float]) -> list[float]:
-    """Return a rank's throughput relative to the first measurement, from that of all ranks."""
-    each = [total / count for count, total in zip(ranks, tokens_per_s, strict=True)]
-    return [value / each[0] for value in each]
+def robust(speeds: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the way that keeps most of the best speed on the network that is worst for it.
+
+    Args:
+        speeds: by way and network; every way has the same networks.
+    """
+    networks = list(next(iter(speeds.values())))
+    best = {network: max(each[network] for each in speeds.values()) for network in networks}
+    return max(
+        speeds, key=lambda way: min(speeds[way][network] / best[network] for network in networks)
+    )
+
+
+def sharded_step_s(
+    shard_over: int | None,
+    ranks: int,
+    layers: int | None,
+    sequence: int,
+    hosts: Hardware,
+    batch: int = 1,
+) -> float:
+    """Return the seconds of a step of Llama 2 7B, or of its first blocks, by its shape alone.
+
+    Args:
+        shard_over: neighbouring ranks that share one copy of the model; None for all.
+        ranks: of the job.
+        layers: number of blocks; None for all.
+        sequence: tokens of a sequence.
+        hosts: the hardware.
+        batch: sequences of a rank.
+    """
+    model = replace(LLAMA_2_7B, layers=layers or LLAMA_2_7B.layers)
+    setup = TrainingSetup(model, batch, sequence, ranks, "none", shard_ranks=shard_over)
+    return setup.estimate_step(hosts).time.step_s

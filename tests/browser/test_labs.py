@@ -35,7 +35,7 @@ def opened(request, lab, open_notebook, screenshots):
     page.close()
 
 
-@pytest.mark.parametrize("opened", long_but(["01_spatial_sharding", "06_simulate_a_cluster"], LABS), indirect=True)
+@pytest.mark.parametrize("opened", long_but(["01_spatial_sharding", "06_does_it_fit"], LABS), indirect=True)
 def test_a_notebook_opens_rendered(opened):
     page, path = opened
     title = re.match(r"# (.+)", nbformat.read(path, as_version=4).cells[0].source)[1]

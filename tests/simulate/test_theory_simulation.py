@@ -1,18 +1,11 @@
-"""The small rules of lab 6 against the models of labkit.theory that they stand for."""
+"""The small rules of labs 6 and 6b against the models of labkit.theory that they stand for."""
 
 import pytest
 
-from labkit.theory.links import PLAIN
+from labkit.theory.links import SIMPLE
 from labkit_simulate.theory import simulation
 from labkit_simulate.theory.hardware import get_hardware
-from labkit_simulate.theory.step_time import Group, UnitTimes, collective_s, fsdp_tasks, schedule_tasks
-
-
-@pytest.mark.parametrize(("hosts", "shard"), [(1, 2.0e8), (2, 5e7), (128, 4e5), (128, 0.5)])
-def test_the_ring_is_that_of_the_time_model(hosts, shard):
-    gpus = get_hardware("h100-8x", call_s=0.0, tuning=PLAIN)
-    expected = collective_s("all_gather", shard, Group(8 * hosts, hosts), gpus, algorithm="ring")
-    assert simulation.ring_s(shard, hosts, 8, gpus.inside, gpus.between) == pytest.approx(expected, rel=1e-9)
+from labkit_simulate.theory.step_time import UnitTimes, fsdp_tasks, schedule_tasks
 
 
 @pytest.mark.parametrize("gathers", [[1.0, 1.0, 1.0, 1.0], [3.0, 0.5, 2.0, 7.0], [0.1, 5.0, 0.2, 4.0]])
@@ -31,6 +24,29 @@ def test_the_fewest_hosts_are_enough_and_one_less_are_not():
     assert simulation.fewest_hosts(1.0, 9e10, 8e10) is None
 
 
-def test_groups_cross_hosts_by_their_stride():
-    assert [simulation.hosts_spanned(8, stride, 8) for stride in (1, 2, 4, 8, 16)] == [1, 2, 4, 8, 8]
-    assert simulation.efficiencies([2, 4], [10.0, 10.0]) == [1.0, 0.5]
+def test_a_way_is_ruled_out_only_if_another_is_surely_quicker():
+    ranges = {"a": (1.0, 2.0), "b": (2.0, 3.0), "c": (2.1, 9.0)}
+    assert simulation.untold(ranges) == ["a", "b"]
+    assert simulation.untold(ranges | {"d": (0.1, 0.9)}) == ["d"]
+
+
+def test_the_robust_way_keeps_most_where_it_is_worst():
+    speeds = {"near": {"14": 100.0, "434": 20.0}, "far": {"14": 80.0, "434": 50.0}, "all": {"14": 95.0, "434": 45.0}}
+    assert simulation.robust(speeds) == "all"
+    assert simulation.robust({way: each for way, each in speeds.items() if way != "all"}) == "far"
+
+
+def test_groups_of_middle_size_are_quickest_where_the_network_is_slow():
+    slow = get_hardware("h100-8x").with_network(latency_us=434)
+    times = {size: simulation.sharded_step_s(size, 1024, 8, 2048, slow) for size in (None, 8, 64)}
+    assert times[64] < times[8] < times[None]
+
+
+def test_another_network_changes_what_it_is_asked_to_change_and_nothing_else():
+    gpus = get_hardware("h100-8x")
+    assert gpus.with_network() == gpus
+    changed = gpus.with_network(latency_us=14, bandwidth_share=0.5, protocols=(SIMPLE,), measured=True)
+    assert changed.between.alpha_s == pytest.approx(14e-6)
+    assert changed.between.beta_s_per_byte == pytest.approx(2 * gpus.between.beta_s_per_byte)
+    assert changed.tuning.protocols == (SIMPLE,) and changed.tuning.network_measured
+    assert changed.inside == gpus.inside and changed.matmul_share == gpus.matmul_share
