@@ -1,0 +1,673 @@
+# %% [markdown]
+# # Lab 6. Does it fit?
+#
+# A wrong guess on a cluster is paid by the hour: the job waits in a queue, starts, and runs out of memory. In this lab
+# one process plays one rank of a thousand. It runs the real program, but its tensors have no memory, and its
+# collectives send nothing.
+#
+# The example of this lab and of lab 6b is `train.py`, a program that you have not seen. It trains Llama 2 with 7
+# billion parameters. You are given 64 H100, and another job leaves you 24 GiB of each. In section 6 you choose how to
+# train there, and a simulation judges your choice.
+#
+# After this lab you can
+#
+# - run a PyTorch program as one rank of many, without the others and without a GPU;
+# - say at which moment of a step a rank holds the most, and what more GPUs can do about it;
+# - search mesh, batch and checkpointing for what fits and is quick;
+# - name what no simulation can know.
+#
+# You need labs 0 and 2. The lab takes about {core_minutes} minutes, and its exercises are marked • (easy) or ••
+# (harder). Cells that simulate many ranks take up to a minute.
+#
+# ## What this machine can do
+
+# %% tags=["nbval-ignore-output"]
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas
+from IPython.display import Code
+from matplotlib import pyplot
+
+import labkit
+from labkit import doctor, plots
+from labkit.config import require
+from labkit_course.checks import simulation as checks
+from labkit_course.checks.claims import claim, commit, prediction_text
+from labkit_course.plan_explorer import CandidateExplorer
+from labkit_simulate import plots as simulate_plots
+from labkit_simulate.block_memory import peak_phase_and_block
+from labkit_simulate.memory_fit import GIB, memory_fit
+from labkit_simulate.theory import simulation as theory
+from labkit_simulate.theory.transformer import LLAMA_2_7B
+from launch.given import TRAIN
+
+doctor.show(lab="6")
+
+# %% [markdown]
+# You may change these parameters of sections 3 to 5:
+
+# %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512} points=[[64,512],[256,1024],[1024,4096]]
+RANKS: int = 1024  # GPUs of the large cluster, in hosts of 8
+SEQUENCE: int = 2048  # tokens of a sequence
+
+# %%
+hosts_rule = "hosts have 8 GPUs, section 5 needs many of them, and 1024 are enough"
+require("RANKS", RANKS, at_least=64, at_most=1024, multiple_of=64, because=hosts_rule)
+require("SEQUENCE", SEQUENCE, at_least=128, at_most=4096, because="shorter ones are no load, and 24 GiB hold no longer")
+TOLD = (RANKS, SEQUENCE) == (1024, 2048)  # the values that the text speaks of
+BUDGET_GIB = checks.BUDGET_GIB
+
+# %% [markdown]
+# ## 1. What has to fit? ({minutes} minutes)
+#
+# Llama 2 7B has 6.74 billion parameters. `train.py` keeps each of them in float32, with its gradient and the two
+# running means of Adam. FSDP shards all four over the GPUs.
+#
+# Commit: how many GB is this state? And how many GPUs with 24 GiB, which are 25.8 GB, would hold it, if nothing else
+# needed room?
+
+# %% tags=["commit"]
+mine_state = commit(state_gb=None, gpus=None)
+### BEGIN SOLUTION
+mine_state = commit(state_gb=6.74 * 16, gpus=math.ceil(6.74 * 16 / 25.8))
+### END SOLUTION
+
+# %%
+STATE_BYTES = 16 * LLAMA_2_7B.parameters
+state = {"state_gb": STATE_BYTES / 1e9, "gpus": math.ceil(STATE_BYTES / (BUDGET_GIB * GIB))}
+plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
+
+# %% [markdown]
+# Five GPUs would hold the state. No one trains it on five: activations need room as well, and so do gathered layers
+# and buffers. How much they need depends on the program, line by line.
+#
+# *Takeaway: with Adam in float32 the state takes 16 bytes a parameter. What comes on top of it depends on the program,
+# so let the program tell.*
+#
+# ## 2. The code you would write ({minutes} minutes)
+#
+# PyTorch has all that is needed. The process group `"fake"` returns from each collective at once and moves nothing.
+# `FakeTensorMode` makes tensors with a shape and a dtype, but without memory. And a tracker adds up what the tensors
+# would hold. The next cell is rank 0 of 1024, which shards eight layers of 268 MB with FSDP2.
+#
+# Commit: of how many megabytes is a rank's shard of all the layers? And how many tensors of 268 MB does the rank hold
+# at its peak?
+
+# %% tags=["commit"]
+mine_fake = commit(shard_mb=None, whole_layers=None)
+### BEGIN SOLUTION
+mine_fake = commit(shard_mb=8 * 268.5 / 1024, whole_layers=2)
+### END SOLUTION
+
+# %% tags=["script"]
+# %%torchrun -n 1 --name by_hand
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # lets collectives take tensors without memory
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+mesh = init_device_mesh("cpu", (1024,))
+with FakeTensorMode():
+    model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+    for unit in [*model, model]:
+        fully_shard(unit, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    for _ in range(2):  # the first step makes Adam's running means, the second is like all others
+        with FSDPMemTracker(model, optimizer) as tracker:
+            model(torch.randn(16, 8192)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+for name, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items():
+    print(f"{getattr(name, 'value', name):16} {size / 1e6:9.1f} MB")
+dist.destroy_process_group()
+
+# %%
+lines = [line for line in by_hand.ranks[0].log().splitlines() if line.endswith("MB") and "Total" not in line]
+sizes_mb = {line.rsplit(None, 2)[0].strip(): float(line.split()[-2]) for line in lines}
+peak_parts = {
+    "shard_mb": sizes_mb["Sharded Param"],
+    "whole_layers": sum(268 < size < 270 for size in sizes_mb.values()),
+}
+plots.comparison_table(peak_parts, yours=mine_fake, tolerance=0.02, column="tracked")
+
+# %% [markdown]
+# *The shard is as small as 1024 ranks make it, but four whole layers are there at the peak:*
+#
+# | the tracker's name | what it is |
+# |---|---|
+# | `Unsharded Param` | the layer whose backward pass runs, gathered |
+# | `All Gather` | the buffer with the layer that comes next, gathered ahead |
+# | `Temp` | the gradient of the layer |
+# | `Reduce Scatter` | the buffer from which the gradient of the layer before is reduced |
+#
+# Four of the imports are private to PyTorch and may change. labkit keeps them behind one function, `labkit.simulate`,
+# which also handles models that look at their own weights, and counts what is sent.
+#
+# *Takeaway: a simulated rank is the real program with a fake process group and fake tensors. A thousand ranks cost no
+# more than two, because the number of ranks only changes the size of a shard.*
+
+# %% tags=["claim"]
+claim("6.74 billion, five GPUs", (round(LLAMA_2_7B.parameters / 1e7), state["gpus"]) == (674, 5))
+claim(
+    "the shard is as small as 1024 ranks make it",
+    peak_parts["shard_mb"] == round(8 * (8192**2 + 8192) * 4 / 1.024e9, 1),
+)
+claim("four whole layers are there", peak_parts["whole_layers"] == 4)
+four = ("Unsharded Param", "All Gather", "Temp", "Reduce Scatter")
+claim("they are those of the table", all(268 < sizes_mb[name] < 270 for name in four))
+
+# %% [markdown]
+# ## 3. Is it true? ({minutes} minutes)
+#
+# Here is the program that you are given. Read `main`, and look for four things: what a unit of FSDP is, what the mesh
+# looks like, what `shard_over` does, and in which dtype parameters are gathered.
+
+# %%
+Code(filename=TRAIN, language="python")
+
+# %% [markdown]
+# <details><summary>What you should have found</summary>
+#
+# Each block is a unit, and the root has embedding, last norm and output layer. The mesh is a line of all ranks. With
+# `shard_over` it has two axes: a group of that many neighbours shares one copy of the model, and the groups hold the
+# same (HSDP). Parameters are gathered in bfloat16, and gradients are reduced in float32.
+#
+# </details>
+#
+# `labkit.simulate(program, world_size=…, batch=…, …)` takes the program, the number of ranks and any field of its
+# `Config`. It plays rank 0, and returns what `labkit.run` returns. `result.summary()` shows all that was recorded, and
+# `result.value(name)` one of it.
+#
+# ### Exercise 1: the peak of one rank of many (•, {minutes} minutes)
+#
+# Simulate the program as one of `ranks`, with `settings`, a dict of fields of its `Config`. Return the bytes that the
+# rank holds at its peak, all kinds of tensors together.
+#
+# <details><summary>Hint 1</summary>
+#
+# Call `labkit.simulate(TRAIN, world_size=4, model="tiny").summary()` in a cell of your own, and read the names.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# A dict becomes keyword arguments with two asterisks. The value is called `peak_total_bytes`.
+#
+# </details>
+
+
+# %%
+def peak_bytes(program: Path, ranks: int, settings: dict[str, Any]) -> int:
+    ### BEGIN SOLUTION
+    result = labkit.simulate(program, world_size=ranks, **settings)
+    return int(result.value("peak_total_bytes"))
+    ### END SOLUTION
+
+
+# %%
+checks.peak_bytes(peak_bytes)
+
+# %% [markdown]
+# Why trust it? Because a small model can be held against real ranks. Two real ranks train it on this machine. Then
+# rank 0 is simulated, once as one of two and once as one of many.
+#
+# Commit: by how many bytes will the simulated peak of one of two be off? And how many times as large are a rank's
+# activations on 2 ranks as on 1024?
+
+# %% tags=["commit"]
+mine_same = commit(off_bytes=None, activations=None)
+### BEGIN SOLUTION
+mine_same = commit(off_bytes=0, activations=1)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+small = {"model": "tiny", "layers": 3, "sequence": 64, "batch": 16}
+real = labkit.run(TRAIN, nproc=2, device="cpu", **small)
+one_of_two, one_of_many = (labkit.simulate(TRAIN, world_size=ranks, **small) for ranks in (2, RANKS))
+
+# %%
+seen = {"2 real": real, "2 simulated": one_of_two, f"{RANKS} simulated": one_of_many}
+table = pandas.DataFrame({label: result.summary().loc[0] for label, result in seen.items()})
+kinds = [f"peak_{kind}_bytes" for kind in ("total", "parameter", "optstate", "activation")]
+kinds += ["all_gather_count", "reduce_scatter_count", "all_gather_bytes"]
+counted = table.loc[kinds].astype(int)
+counted.map("{:,}".format)
+
+# %%
+totals, kept = counted.loc["peak_total_bytes"], counted.loc["peak_activation_bytes"]
+same = {"off_bytes": totals["2 simulated"] - totals["2 real"], "activations": kept["2 real"] / kept.iloc[2]}
+plots.comparison_table(same, yours=mine_same, column="found")
+
+# %% [markdown]
+# *Every number of the first two columns is equal.* That is no accident: the program is the same, line by line, and
+# what it allocates and sends does not depend on the values in its tensors. *In the third column the shards have become
+# small, and the activations are the same, since each rank has sequences of its own.*
+#
+# *Takeaway: simulated bytes are those of real CPU ranks, to the byte. A GPU keeps some other tensors, and its
+# allocator takes more than the tensors need, so leave a tenth of the memory free.*
+
+# %% tags=["claim"]
+recorded = [
+    name for name in table.index if name.endswith(("_bytes", "_count")) and not name.startswith(("gpu_", "resident"))
+]
+both = table.loc[recorded, ["2 real", "2 simulated"]].dropna().astype(int)
+claim("every number of the first two columns is equal", both["2 real"].equals(both["2 simulated"]))
+claim("there are some", (both["2 real"] > 0).sum() > 10)
+claim("the activations are the same", kept.nunique() == 1)
+shards = counted.loc["peak_parameter_bytes"]
+claim("the shards have become small", shards.iloc[2] < shards["2 real"] / 4)
+
+# %% [markdown]
+# ## 4. When is the most held? ({minutes} minutes)
+#
+# Now Llama 2 7B itself, its first 8 of 32 blocks, on 64 GPUs with one sequence each. `checkpointing="full"` keeps only
+# what goes into each block, and computes the rest again in the backward pass.
+#
+# Commit: what is the peak of a rank in GB, without checkpointing and with it? A guess is enough.
+
+# %% tags=["commit"]
+mine_peaks = commit(none_gb=None, full_gb=None)
+### BEGIN SOLUTION
+mine_peaks = commit(none_gb=6, full_gb=3)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+eight = {"layers": 8, "sequence": SEQUENCE}
+kept_all, recomputed = (
+    labkit.simulate(TRAIN, world_size=64, hardware="h100-8x", checkpointing=what, **eight) for what in ("none", "full")
+)
+
+# %%
+peaks = {"none_gb": kept_all.value("peak_total_bytes") / 1e9, "full_gb": recomputed.value("peak_total_bytes") / 1e9}
+plots.comparison_table(peaks, yours=mine_peaks, tolerance=0.1, column="simulated")
+
+# %% tags=["nbval-ignore-output"]
+figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), layout="constrained")
+_ = simulate_plots.memory_curve(kept_all, ax=above)
+_ = simulate_plots.memory_curve(recomputed, ax=below)
+_ = below.set_ylim(above.get_ylim())
+_ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
+
+# %% [markdown]
+# *Above, each block adds what its backward pass needs, and the peak comes early in the backward pass, in the last block
+# but one. Below, a block adds its input alone, and each tooth of the backward pass is a block that is computed again.
+# Activations are nearly half of the upper peak, and less than a twentieth of the lower one.*
+#
+# Does it fit on a GPU? The memory of a GPU holds more than tensors: the allocator takes it in large pieces, and beside
+# that there are CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit` models the first and adds a
+# round number for the others.
+
+# %%
+for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
+    print(f"{label}: {memory_fit(result, BUDGET_GIB)}")
+
+# %% [markdown]
+# *Takeaway: look for the moment and the kind of the peak before you change anything. Where activations are most of it,
+# recompute them or take fewer sequences.*
+
+# %% tags=["claim"]
+parts = [run.value("peak_activation_bytes") / run.value("peak_total_bytes") for run in (kept_all, recomputed)]
+claim("activations are nearly half of the upper peak", 0.4 < parts[0] < 0.5, where=TOLD)
+claim("and less than a twentieth of the lower one", parts[1] < 0.05, where=TOLD)
+claim("in the last block but one", peak_phase_and_block(kept_all) == ("backward", "blocks.6"), where=TOLD)
+
+# %% [markdown]
+# ## 5. What do more GPUs change? ({minutes} minutes)
+#
+# Some of what a rank holds is its share of a whole: sharded parameters, gradients and Adam's means. Call the whole
+# `shared_bytes`. The rest is the rank's own, whatever the number of ranks, such as activations and gathered units. Call
+# it `own_bytes`.
+#
+# ### Exercise 2: the smallest cluster (•, {minutes} minutes)
+#
+# Hosts have 8 GPUs, and a rank may hold `budget_bytes`. Return the fewest hosts on which every rank finds room, or None
+# if no number of hosts is enough.
+#
+# <details><summary>Hint 1</summary>
+#
+# Which part of the budget is left for the share? What if nothing is left?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# On n hosts a share has `shared_bytes / (8 * n)`. Round up.
+#
+# </details>
+
+
+# %%
+def fewest_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float) -> int | None:
+    ### BEGIN SOLUTION
+    room = budget_bytes - own_bytes
+    if room <= 0:
+        return None
+    return max(1, math.ceil(shared_bytes / (8 * room)))
+    ### END SOLUTION
+
+
+# %%
+hosts_verdict = checks.fewest_hosts(fewest_hosts)
+hosts_verdict
+
+# %% [markdown]
+# What is the rank's own? Simulate one of very many ranks, whose share is small: nearly all that is left is its own. And
+# the model need not be simulated whole. Blocks are alike, so each further one adds the same to the peak. We take 4 and
+# 6 blocks, continue the line to 8 for a test, and then to all 32.
+#
+# Commit: on how many hosts does Llama 2 7B fit with 24 GiB a GPU, one sequence each and nothing recomputed?
+
+# %% tags=["commit"]
+mine_hosts = commit(hosts=None)
+### BEGIN SOLUTION
+mine_hosts = commit(hosts=2)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+few = {blocks: labkit.simulate(TRAIN, world_size=RANKS, layers=blocks, sequence=SEQUENCE) for blocks in (4, 6, 8)}
+
+
+# %%
+def continued_bytes(blocks: int) -> float:
+    """The peak on the line through the peaks with 4 and with 6 blocks."""
+    of_four, of_six = (few[count].value("peak_total_bytes") for count in (4, 6))
+    return of_six + (blocks - 6) * (of_six - of_four) / 2
+
+
+print(f"8 blocks: {continued_bytes(8):,.0f} bytes continued, {few[8].value('peak_total_bytes'):,} simulated")
+own_bytes = continued_bytes(32) - STATE_BYTES / RANKS
+reserve_bytes = memory_fit(kept_all).overhead_bytes
+count_hosts = fewest_hosts if hosts_verdict.ok else theory.fewest_hosts
+hosts = count_hosts(STATE_BYTES, own_bytes, BUDGET_GIB * GIB - reserve_bytes)
+print(f"of its own a rank holds {own_bytes / 1e9:.1f} GB, and {reserve_bytes / 1e9:.1f} GB are no tensors")
+plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the function")
+
+# %% [markdown]
+# *The continued peak is equal to the byte.* It holds as long as the peak stays at the same moment of the step.
+#
+# <details><summary>And with sequences of twice the length, on as many GPUs as you like?</summary>
+#
+# The own part, mostly activations, doubles, and is more than 24 GiB by itself. Then no number of hosts is enough, and
+# something has to be recomputed.
+#
+# </details>
+#
+# *Takeaway: more GPUs shrink a rank's share and leave its own part as it is. If the own part alone is too large, no
+# cluster is large enough.*
+
+# %% tags=["claim"]
+claim("the continued peak is equal to the byte", continued_bytes(8) == few[8].value("peak_total_bytes"))
+claim(
+    "the function says what labkit's says",
+    hosts == theory.fewest_hosts(STATE_BYTES, own_bytes, BUDGET_GIB * GIB - reserve_bytes),
+)
+claim("twice the sequence fits on no cluster", 2 * own_bytes + reserve_bytes > BUDGET_GIB * GIB, where=TOLD)
+
+# %% [markdown]
+# ## 6. Choose ({minutes} minutes)
+#
+# `labkit.plan` takes lists for any field, simulates every combination as you did in section 5, and estimates how long
+# its step takes: `labkit.plan(TRAIN, world_size=64, hardware="h100-8x", budget_gib=24, batch=[1, 2])`. It returns a
+# result whose `fitting_rows` are a pandas table of those that fit, with `candidate`, `batch`, `step_s` and
+# `needed_bytes`. `result.candidates[number].params` are the settings of a candidate. Lab 6b asks how far such a
+# `step_s` can be trusted.
+#
+# ### Exercise 3: the quickest that fits (••, {minutes} minutes)
+#
+# `choices` maps fields of the program to a value or a list of values. Plan all combinations on hosts of `"h100-8x"`.
+# Of those that fit into `budget_gib`, return the settings of the one that trains the most tokens in a second, or None if
+# none fits. Beware: candidates with another batch train other numbers of tokens in a step.
+#
+# <details><summary>Hint 1</summary>
+#
+# The table is sorted by the time of a step. With which number must you compare that time?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# All sequences are equally long, so `rows["batch"] / rows["step_s"]` will do, and `.idxmax()` gives the label of the
+# largest.
+#
+# </details>
+
+
+# %%
+def quickest(program: Path, ranks: int, budget_gib: float, choices: dict[str, Any]) -> dict[str, Any] | None:
+    ### BEGIN SOLUTION
+    found = labkit.plan(program, world_size=ranks, hardware="h100-8x", budget_gib=budget_gib, **choices)
+    rows = found.fitting_rows
+    if rows.empty:
+        return None
+    best = rows.loc[(rows["batch"] / rows["step_s"]).idxmax()]
+    return found.candidates[best["candidate"]].params
+    ### END SOLUTION
+
+
+# %%
+checks.quickest(quickest)
+
+# %% [markdown]
+# Now the task from the beginning. Twelve ways to train the whole model on the 64 GPUs are simulated: nothing, something
+# or everything recomputed, one sequence a GPU or four, sharded over all GPUs or over the 8 of a host. *Selective*
+# checkpointing keeps what is dear to compute again: attention, and every other GEMM.
+#
+# Commit: how many of the twelve fit into 24 GiB?
+
+# %% tags=["commit"]
+mine_fitting = commit(fitting=None)
+### BEGIN SOLUTION
+mine_fitting = commit(fitting=7)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+ways = {"checkpointing": ["none", "selective", "full"], "batch": [1, 4], "shard_over": [None, 8]}
+found = labkit.plan(TRAIN, world_size=64, hardware="h100-8x", whole=1, sequence=2048, **ways)
+
+# %%
+rows = found.with_limits(budget_gib=BUDGET_GIB).frame
+shown = rows[["checkpointing", "batch", "shard_over", "fits"]].assign(
+    needed_gib=(rows["needed_bytes"] / GIB).round(1), step_s=rows["step_s"].round(3)
+)
+print(f"{rows['fits'].sum()} of {len(rows)} fit; you: {prediction_text(mine_fitting['fitting'])}")
+shown.sort_values("needed_gib", ignore_index=True)
+
+# %% [markdown]
+# The same twelve as a figure. Turn the budget, and see what has to be given up:
+
+# %%
+CandidateExplorer(found)
+
+# %% [markdown]
+# ### Exercise 4: your choice (••, {minutes} minutes)
+#
+# Return your `shard_over`, `batch` and `checkpointing` for the 64 GPUs, with sequences of 2048 tokens. Other values than
+# those of the table are allowed. The check simulates all 32 blocks. Your choice has to fit into 24 GiB, and to train at
+# least 97 % as many tokens in a second as the best way that labkit knows.
+#
+# <details><summary>Hint 1</summary>
+#
+# Divide batch by step time in the table. What does recomputing cost, and what does a larger batch gain?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Recomputing everything costs a quarter of the time. A larger batch only hides what little is exposed. So keep all
+# activations, if they fit, and find room elsewhere.
+#
+# </details>
+
+
+# %%
+def chosen() -> dict[str, Any]:
+    ### BEGIN SOLUTION
+    return {"shard_over": None, "batch": 1, "checkpointing": "none"}
+    ### END SOLUTION
+
+
+# %%
+checks.chosen(chosen)
+
+# %% [markdown]
+# *Takeaway: recomputing costs time, sharding over more GPUs costs almost none at this size, and a larger batch gains
+# little once messages hide. So shard first, then shrink the batch, and recompute last.*
+
+# %% tags=["claim"]
+speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}
+claim("recomputing everything costs a quarter", 1.2 < speeds["none", 1, None] / speeds["full", 1, None] < 1.35)
+claim("sharding over more GPUs costs almost no time", speeds["none", 1, None] > 0.97 * speeds["none", 1, 8])
+fits = {(row.checkpointing, row.batch, row.shard_over): row.fits for row in rows.itertuples()}
+claim("one sequence and nothing recomputed fits, sharded over all", fits["none", 1, None] and not fits["none", 1, 8])
+claim("it beats four sequences with everything recomputed", speeds["none", 1, None] > speeds["full", 4, None])
+
+# %% [markdown]
+# ## 7. What can it not know? ({minutes} minutes)
+#
+# A simulated tensor has no values. A program that asks for one is stopped at the line that asks. The program below is
+# plain PyTorch without a line of labkit. Commit to the number of that line.
+
+# %%
+folder = tempfile.TemporaryDirectory()
+clips = Path(folder.name) / "clips.py"
+clips.write_text("""\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(64, 64, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(8, 64)).square().mean().backward()
+    dist.all_reduce(model.weight.grad)
+    norm = model.weight.grad.norm()
+    scale = 1 / norm.clamp(min=1)
+    if norm > 1:
+        model.weight.grad.mul_(scale)
+    optimizer.step()
+""")
+Code(filename=clips, language="python")
+
+# %% tags=["commit"]
+mine_line = commit(line=None)
+### BEGIN SOLUTION
+mine_line = commit(line=12)
+### END SOLUTION
+
+# %%
+try:
+    labkit.simulate(clips, world_size=RANKS)
+except labkit.RankFailed as error:
+    said = error.message.replace(folder.name, "…")
+print(f"{said}\nyou: line {prediction_text(mine_line['line'])}")
+
+# %% [markdown]
+# *Computing with tensors is no problem, and branching on one is.* Multiply always, by a factor that is at most 1, and
+# the program does the same without the branch:
+
+# %% tags=["nbval-ignore-output"]
+branch = "    if norm > 1:\n        model.weight.grad.mul_(scale)\n"
+clips.write_text(clips.read_text().replace(branch, "    model.weight.grad.mul_(scale)\n"))
+mended = labkit.simulate(clips, world_size=RANKS)
+for name in ("peak_total_bytes", "all_reduce_count", "all_reduce_wire_bytes"):
+    print(f"{name:22} {mended.value(name):>9,}")
+
+# %% [markdown]
+# | it knows | it does not know |
+# |---|---|
+# | peak memory of any rank, and its moment | the loss, or whether gradients overflow |
+# | calls, sizes and groups of all collectives | which rank is late, or which card is broken |
+# | which of these leave a host | how long the data loader takes |
+# | by estimate, seconds | seconds by measurement |
+#
+# *Takeaway: a simulation knows shapes, dtypes and calls. It knows no values, no clock and no other rank.*
+
+# %% tags=["claim"]
+claim("branching is", "clips.py:12" in said and "norm > 1" in said)
+
+# %% [markdown]
+# ## 8. Take away ({minutes} minutes)
+#
+# 1. One process can play one rank of a thousand. Its bytes are those of a real rank, and cost nothing.
+# 2. A rank holds a share, which shrinks with the number of GPUs, and an own part, which does not.
+# 3. Shard first, shrink the batch next, recompute last, and let a plan try the combinations.
+#
+# | if | then |
+# |---|---|
+# | activations are most of the peak | take fewer sequences, or recompute |
+# | the state is most of the peak | shard over more GPUs |
+# | the own part alone exceeds the budget | recompute, or cut matrices or sequences (lab 5); more GPUs do not help |
+# | it fits with less than a tenth to spare | try one host before you rent many |
+
+# %% tags=["summary"]
+lab_found = {
+    "simulated bytes are those of real CPU ranks": both["2 real"].equals(both["2 simulated"]),
+    "a continued peak is that of the whole": continued_bytes(8) == few[8].value("peak_total_bytes"),
+    "of twelve ways fit into 24 GiB": int(rows["fits"].sum()),
+}
+pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
+
+# %% [markdown]
+# **Ask yourself**
+#
+# <details><summary>1. A simulation of 1024 ranks takes as long as one of 8. Why?</summary>
+#
+# One rank runs in either. The number of ranks only changes the sizes of its shards and what it hands to collectives.
+#
+# </details>
+#
+# <details><summary>2. You shard over twice as many GPUs, and the peak hardly falls. What do you do?</summary>
+#
+# Most of it is the rank's own. Recompute activations, take a smaller batch or smaller units, or cut matrices, which
+# makes activations smaller, too.
+#
+# </details>
+#
+# <details><summary>3. Of two plans, one has the shorter step. Is it the quicker one?</summary>
+#
+# Only if both train equally many tokens in a step.
+#
+# </details>
+#
+# <details><summary>4. The simulation says that it fits, with 1 GB to spare. Do you rent?</summary>
+#
+# Not yet. The reserve for CUDA's context and NCCL is a round number, and fragments depend on the order of requests.
+# On an H100, decoders reserved 2 to 11 % more than labkit's model of the allocator.
+#
+# </details>
+#
+# <details><summary>5. Why does a program with <code>loss.item()</code> stop, and one with <code>loss.detach()</code> not?</summary>
+#
+# `item` asks for the value, and there is none. Skip it where the environment variable `LABKIT_SIMULATED` is set.
+#
+# </details>
+#
+# <details><summary>Papers, pages and code</summary>
+#
+# - Rajbhandari et al., *ZeRO*, 2020: memory by ranks. <https://arxiv.org/abs/1910.02054>
+# - Zhao et al., *PyTorch FSDP*, 2023. <https://arxiv.org/abs/2304.11277>
+# - Chen et al., *Training deep nets with sublinear memory cost*, 2016: recomputing. <https://arxiv.org/abs/1604.06174>
+# - PyTorch: FakeTensor <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>
+# - In labkit: `labkit_simulate/run_rank.py`, what a simulated rank finds itself in; `labkit_simulate/planner.py`;
+#   [docs/simulation.md](../docs/simulation.md), what else can be asked.
+#
+# </details>
+#
+# **Next**: simulate a program of your own: `labkit.simulate("train.py", world_size=64)`. Lab 6b asks how long its step
+# takes.
+#
+# ### What you have passed
+
+# %%
+from labkit_course.verdict_store import so_far
+
+so_far("simulation")
