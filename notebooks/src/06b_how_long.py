@@ -52,7 +52,8 @@ RANKS: int = 1024  # GPUs of the large cluster, in hosts of 8; a power of two
 SEQUENCE: int = 2048  # tokens of a sequence; each GPU has one
 
 # %%
-doubling = "section 4 doubles from 8 GPUs up to it"
+require("RANKS", RANKS, at_least=64, multiple_of=64, because="hosts have 8 GPUs, and section 5 needs many of them")
+doubling = "section 4 doubles from 8 GPUs up to it, and 1024 are enough"
 require("RANKS", RANKS, at_least=64, at_most=1024, multiple_of=1 << (RANKS.bit_length() - 1), because=doubling)
 require("SEQUENCE", SEQUENCE, at_least=128, at_most=8192, because="a shorter one is no load, a longer one does not fit")
 TOLD = (RANKS, SEQUENCE) == (1024, 2048)  # the values that the text speaks of
