@@ -155,7 +155,7 @@ def chosen(answer: Callable[..., Any]) -> Verdict:
 @functools.cache
 def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> tuple[float, float]:
     """Return the GiB that a rank of the task needs, and the tokens of a GPU in a second."""
-    settings = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
+    settings: dict[str, Any] = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
     result = labkit.simulate(TRAIN, world_size=RANKS, hardware=HOSTS, sequence=SEQUENCE, **settings)
     fit = memory_fit(result, BUDGET_GIB)
     speed = batch * SEQUENCE / result.value("reckoned_step_s")
@@ -173,7 +173,7 @@ def quickest_by_formula() -> tuple[int | None, int, str]:
                     batch,
                     SEQUENCE,
                     RANKS,
-                    checkpointing,  # type: ignore[arg-type]
+                    checkpointing,
                     shard_ranks=shard_over,
                 )
                 step = setup.estimate_step(get_hardware(HOSTS))

@@ -120,12 +120,16 @@ def draw_step(ax: Axes, step: StepEstimate) -> None:
     """Draw computation above communication, and below both where nothing computes."""
     lanes: list[tuple[float, str, float, float]] = []
     for bar in step.time.bars:
-        lane = 0 if bar.stream == COMPUTE_STREAM else 1
+        lane = 0.0 if bar.stream == COMPUTE_STREAM else 1.0
         lanes.append((lane, bar.name.partition(" ")[0], bar.start_s, bar.dur_s))
     lanes += [(1.62, "exposed", bar.start_s, bar.dur_s) for bar in step.time.exposure_bars]
     for lane, kind, start_s, dur_s in lanes:
         height = 0.16 if kind == "exposed" else 0.8
-        look = {"facecolors": BAR_COLOURS[kind], "edgecolor": "white", "linewidth": 0.4}
+        look: dict[str, Any] = {
+            "facecolors": BAR_COLOURS[kind],
+            "edgecolor": "white",
+            "linewidth": 0.4,
+        }
         ax.broken_barh([(1e3 * start_s, 1e3 * dur_s)], (lane - height / 2, height), **look)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set(

@@ -55,7 +55,7 @@ EXERCISES = [
         checks.chosen,
         {
             "it gave (None, 1, 'none')": 'return None, 1, "none"',
-            "{'shard_over': 24, 'batch': 1, 'checkpointing': 'none'} is refused: shard_over = 24 must": CHOICE.format(
+            "{'shard_over': 24, 'batch': 1, 'checkpointing': 'none'} is refused: train: shard_over = 24": CHOICE.format(
                 24, 1, "none"
             ),
             "{'shard_over': None, 'batch': 4, 'checkpointing': 'none'} needs": CHOICE.format(None, 4, "none"),
