@@ -206,8 +206,9 @@ plots.comparison_table(more, {"times_as_many": 4}, yours=mine_ratio)
 
 # %% [markdown]
 # So sharing samples makes halos cheaper. It does not make the gradients cheaper: labkit all-reduces them axis by axis, in
-# one bucket each time. The bucket holds terms and copies together (exercise 2), and labkit takes the mean of it. For the
-# terms that is right because the backward pass of the mean over the image has made them larger, by the number of strips. The table lists
+# one bucket each time. The bucket holds terms and copies together (exercise 2), and labkit takes the mean of it over
+# the ranks. So copies stay what they are. To make up for it, the backward pass of the mean over the image multiplies the
+# terms by the number of strips. The table lists
 # all calls of a rank in a step, and the bytes **handed over** in them, those of the tensors that a rank gives to its
 # sends and all-reduces:
 
@@ -240,7 +241,7 @@ claim("one all-reduce fewer in a line of four", line.value("all_reduce_count") =
 # 1 × 4 hands over 426 kB and 2 × 2 507 kB. The halos of 2 × 2 have a quarter of the bytes, but labkit makes
 # two all-reduces of all gradients and not one. Now count what goes over the wire. In a ring of 4 ranks an all-reduce sends
 # 1.5 times its bytes, and in one of 2 ranks its bytes once, so that 1 × 4 sends 541 kB, and 2 × 2 still 507 kB. For
-# this small network that is 6 %; the larger the images are beside the weights, the more the halos decide.
+# this small network that is 6 % less; the larger the images are beside the weights, the more the halos decide.
 #
 # </details>
 
@@ -350,7 +351,7 @@ plots.comparison_table(grown, yours=mine_growth)
 claim("twice the width doubles the arithmetic, and the halos stay", grown == {"arithmetic": 2, "halos": 1})
 
 # %% [markdown]
-# The halos stay the same, and the arithmetic that they can hide behind doubles.
+# The halos stay the same while the arithmetic doubles.
 #
 # *Takeaway: the halo is as long as the cut. A longer image adds arithmetic, and no bytes.*
 #
@@ -361,7 +362,7 @@ claim("twice the width doubles the arithmetic, and the halos stay", grown == {"a
 #
 # ### Exercise 4: fool the test (••, {minutes} minutes)
 #
-# Show that this test is worthless. Write an "exchange" that **sends nothing** and passes it. Any will do.
+# Show that this test is worthless. Write an "exchange" that **sends nothing** and passes it. Any exchange that does so will do.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -431,8 +432,8 @@ print(labkit.check("convnext_spatial", nproc=RANKS, width=WIDTH, strategy="yours
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# `torch.autograd.backward(views, gradients)` goes backward from all views at once, and `image.grad` has the sum. Then
-# `padded = exchange(strip, 3, rank, ranks)`, `padded.backward(gradients[rank])`, and two times `torch.allclose`.
+# `torch.autograd.backward(views, gradients)` goes backward from all views at once, and `image.grad` has the sum. The strip
+# has to be a leaf: `….detach().clone().requires_grad_()`. Then `padded = exchange(strip, 3, rank, ranks)`, `padded.backward(gradients[rank])`, and two times `torch.allclose`.
 #
 # </details>
 
@@ -559,9 +560,8 @@ claim(
 # pass beside one device's finds wrong outputs that a falling loss hides. (Wrong gradients show in the next step at the
 # earliest, so compare the gradients as well.)
 #
-# The comparison needs weights that differ. Give the broken network weights of ones and biases of zero: all channels of
-# a feature map are then equal, the norms return zero, and the loss over the 10 classes is ln(10), whatever the
-# convolution did.
+# The comparison needs weights that differ. Give the broken network weights of ones and biases of zero: the classifier then
+# gives all 10 classes the same logit, and the loss is ln(10), whatever the convolution did.
 
 # %%
 ones = SETUP | {"init": "ones", "steps": 1, "batch": 3}
@@ -652,7 +652,7 @@ claim("the all-reduces by themselves are not the whole difference", reduces_ms <
 # themselves beside the whole difference. Dispatch in both passes and ranks that wait for each other are in the rest, which
 # this measurement does not tell apart.
 #
-# *Takeaway: DTensor costs microseconds an operation; count the collectives that it makes for you.*
+# *Takeaway: count the collectives that DTensor makes for you. Each operation costs some microseconds as well.*
 #
 # ## 9. Take away ({minutes} minutes)
 #
@@ -681,9 +681,9 @@ claim("the all-reduces by themselves are not the whole difference", reduces_ms <
 #
 # </details>
 #
-# <details><summary>3. Why does the test with weights of ones pass for a broken convolution?</summary>
+# <details><summary>3. Why does a broken convolution have the right loss where all weights are ones?</summary>
 #
-# All channels are equal, the norm subtracts their mean, and zero remains, whatever was exchanged.
+# All classes get the same logit, whatever was exchanged, and the loss is ln(10).
 #
 # </details>
 #
