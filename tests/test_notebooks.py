@@ -156,6 +156,10 @@ def accepted_by_program(call):
     return {field.name for field in dataclasses.fields(importlib.import_module(f"launch.{first}").Config)}
 
 
+LABS_OF_TODAY = LABS[datetime.date.today().toordinal() % 3 :: 3]
+"""A third of the labs, another third each day, for what takes long: a second round, other parameters."""
+
+
 @pytest.mark.long  # what they run, the solved notebooks run, too; an empty answer is judged in test_exercises.py
 @pytest.mark.notebook
 @pytest.mark.timeout(600)
@@ -163,7 +167,8 @@ def accepted_by_program(call):
 def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_values(lab, tmp_path, monkeypatch):
     values = read_small_values(lab.name)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    nbformat.write(with_second_round(lab.learner), tmp_path / "twice.ipynb")
+    again = lab in LABS_OF_TODAY or os.environ.get("POINTS") == "all"
+    nbformat.write(with_second_round(lab.learner, again), tmp_path / "twice.ipynb")
     papermill.execute_notebook(
         *(tmp_path / "twice.ipynb", tmp_path / "done.ipynb", values),
         **{"cwd": tmp_path, "progress_bar": False, "execution_timeout": 120},
@@ -177,12 +182,12 @@ def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_valu
 STARTS_RANKS = ("labkit.run(", "labkit.check(", "labkit.compare(", "labkit.simulate(", "labkit.plan(", "labkit.submit(")
 
 
-def with_second_round(path):
-    """A notebook of which all cells run, then those of exercises, then all once more but the parameters."""
+def with_second_round(path, again):
+    """A notebook of which all cells run, then those of exercises, then, if asked for, all again but the parameters."""
     notebook = nbformat.read(path, as_version=4)
     exercises = [cell for cell in notebook.cells if "nbgrader" in cell.metadata]
-    again = [cell for cell in notebook.cells if "parameters" not in cell.metadata.get("tags", [])]
-    for cell in map(copy.deepcopy, [*exercises, *again]):
+    others = [cell for cell in notebook.cells if again and "parameters" not in cell.metadata.get("tags", [])]
+    for cell in map(copy.deepcopy, [*exercises, *others]):
         cell.id = f"{cell.id[:40]}-{len(notebook.cells)}"
         notebook.cells.append(cell)
     return notebook
@@ -317,10 +322,10 @@ def values_outside(value, kind, rule):
 
 
 def points_to_try():
-    """The first point of a third of the labs, another third each day; POINTS=all takes all, which is half an hour."""
+    """The first point of today's labs; POINTS=all takes all points of all labs, which is half an hour."""
     if os.environ.get("POINTS") == "all":
         return [(lab, each) for lab in LABS for each in read_points(lab.name)]
-    return [(lab, read_points(lab.name)[0]) for lab in LABS[datetime.date.today().toordinal() % 3 :: 3]]
+    return [(lab, read_points(lab.name)[0]) for lab in LABS_OF_TODAY]
 
 
 @pytest.mark.long

@@ -279,8 +279,8 @@ claim("each gather has its wait behind it", graphs["forward"] == pattern * LAYER
 # twice, because gloo works on a copy. Beside it are this rank's rows of all gradients so far, and the weights that were
 # kept for layers still to come.
 #
-# Commit, in whole weights of 14.4 kB: how high is the peak with kept weights, at the gradient of `fc8`, and with
-# checkpointed gathers, at that of `fc1`? How many gathers does the backward graph then have?
+# Commit, in whole weights of 14.4 kB, and without this rank's own parameters: how high is the peak with kept weights, at
+# the gradient of `fc8`, and with checkpointed gathers, at that of `fc1`? How many gathers does the backward graph then have?
 
 # %% tags=["commit"]
 mine_peaks = commit(kept=None, checkpointed=None, gathers=None)
@@ -353,7 +353,7 @@ print(first_nodes(plain))
 # you would set `torch._inductor.config.post_grad_custom_post_pass` to it.
 #
 # A gather needs nothing but this rank's rows, so it may start as early as you like. But each whole parameter takes memory
-# from then on, and they all share one wire. A good rule is FSDP2's: start the next gather before you wait for this one.
+# from then on, and they all share one wire. A good rule: start the next gather before you wait for this one.
 #
 # ### Exercise 3: start early (•, {minutes} minutes)
 #
@@ -755,7 +755,8 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # </details>
 # <details><summary>2. Suppose a pass starts all gathers at the head of the graph. What gets worse?</summary>
 #
-# Memory: all whole parameters wait there until they are used. The time is about the same, since they share one wire.
+# Memory, where gathers are checkpointed: all whole parameters wait there until they are used. (Kept ones are all there at the end
+# of the forward pass in any case.) The time is about the same, since they share one wire.
 #
 # </details>
 # <details><summary>3. Rank 1's pass joins other gathers than rank 0's. What happens?</summary>
