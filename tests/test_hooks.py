@@ -65,9 +65,9 @@ def test_a_process_of_torchrun_has_its_index_as_rank_or_what_the_launcher_chose(
     assert [rank_of_process(index) for index in range(2)] == [0, 1023]
 
 
-def test_the_core_imports_the_simulator_only_when_it_is_asked_for():
+def test_the_core_imports_the_simulator_only_when_it_is_asked_for():  # the explorers do: one of them estimates steps
     ask = (
-        "import sys, labkit, labkit.rank, labkit.plots, labkit_course.checks.fsdp, labkit_course.widgets\n"
+        "import sys, labkit, labkit.rank, labkit.plots, labkit_course.checks.fsdp\n"
         "assert 'labkit_simulate' not in sys.modules\n"
         "labkit.simulate, labkit.plan, labkit.SearchResult\n"
         "assert 'labkit_simulate' in sys.modules\n"

@@ -392,11 +392,13 @@ print(f"of its own a rank holds {own_bytes / 1e9:.1f} GB, and {reserve_bytes / 1
 plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the function")
 
 # %% [markdown]
-# *The continued peak is equal to the byte.* It holds as long as the peak stays at the same moment of the step.
+# *The continued peak is equal to the byte.* It holds as long as the peak stays at the same moment of the step. What the
+# allocator keeps on top (section 4) is not counted here, so this is the least number of hosts to begin with: simulate that
+# choice before you pay, as in section 6.
 #
 # <details><summary>And with sequences of twice the length, on as many GPUs as you like?</summary>
 #
-# The own part, mostly activations, doubles, and is more than 24 GiB by itself. Then no number of hosts is enough, and
+# The own part is mostly activations, which double, and then it is more than 24 GiB by itself. Then no number of hosts is enough, and
 # something has to be recomputed.
 #
 # </details>
@@ -520,7 +522,7 @@ checks.chosen(chosen)
 
 # %% [markdown]
 # *Takeaway: recomputing costs time, sharding over more GPUs costs almost none at this size, and a larger batch gains
-# little once messages hide. So shard first, then shrink the batch, and recompute last.*
+# some of it back. So shard first, then shrink the batch, and recompute last.*
 
 # %% tags=["claim"]
 speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}

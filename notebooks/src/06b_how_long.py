@@ -290,7 +290,7 @@ claim(
 #
 # From the shape of the model alone a step can be estimated in no time, so it can be estimated for every number of
 # GPUs. Two questions hide in the word *scaling*. **Weak**: each GPU keeps one sequence. **Strong**: the step keeps its
-# 1024 sequences, so that each of 64 GPUs has 16, and each of 1024 has one.
+# 1024 sequences, so that each of 64 GPUs has 16, and each of 1024 has one. (Whether 16 fit into memory is left aside here.)
 
 # %%
 sizes = [8 << doublings for doublings in range(8) if 8 << doublings <= RANKS]
@@ -338,7 +338,7 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 #
 # <details><summary>Where does the time go?</summary>
 #
-# Each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do not.
+# In weak scaling each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do not.
 #
 # </details>
 #
@@ -453,7 +453,8 @@ plots.comparison_table(quickest, yours=mine_groups, column="estimated")
 # than another. What differs is the upper end: sharded over all GPUs, a step may take twice as long as the longest of
 # groups of 16, 32 or 64.*
 #
-# *Takeaway: an estimate is a range. Two ways whose ranges overlap are equal until somebody measures.*
+# *Takeaway: an estimate is a range. If two ranges overlap, they do not say which way is faster; section 6 compares ways on the
+# same network.*
 
 
 # %% tags=["claim"]

@@ -80,6 +80,7 @@ def choose_what_runs(output, name):
     if name == "HostsExplorer":
         gpus = output.locator(".widget-toggle-buttons", has_text="GPUs of a host")
         gpus.get_by_role("button", name="2", exact=True).click()
+        output.locator("button:enabled", has_text="run it").wait_for()
 
 
 def controls_of(output):

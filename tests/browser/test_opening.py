@@ -39,7 +39,7 @@ def test_the_first_lab_opens_by_itself_among_copies_alone(address, browser, scre
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
     expect(page.locator(".jp-NotebookPanel h1").first).to_contain_text("Lab 0")
     names = page.locator(".jp-DirListing-itemText").all_inner_texts()
-    assert sorted(names) == sorted(path.name for path in (tmp_path / "my").glob("*.ipynb"))
+    assert sorted(names) == sorted(["AGENTS.md", *(path.name for path in (tmp_path / "my").glob("*.ipynb"))])
     page.wait_for_timeout(2000)  # where there is a question about news, it comes after the notebook
     assert page.get_by_text(re.compile("Jupyter news", re.IGNORECASE)).count() == 0
     assert [url for url in asked if "/lab/api/news" in url] == []
