@@ -161,7 +161,7 @@ class Slurm:
 
 def _steps_of(log: Path) -> list[psutil.Process]:
     """What runs the steps of jobs on a node, which no longer descends from its daemon: whoever writes its log."""
-    steps = [each for each in psutil.process_iter() if each.name() == "slurmstepd"]
+    steps = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "slurmstepd"]
     return [each for each in steps if any(file.path == str(log) for file in each.open_files())]
 
 
