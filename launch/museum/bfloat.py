@@ -8,19 +8,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from launch.museum.parts import INNER, WIDTH, WORDS, Weights, draw_tokens, part, total
+from launch.museum.parts import (
+    TWO_LAYERS,
+    Weights,
+    draw_tokens,
+    part,
+    total,
+    two_layers_on_one_device,
+)
 
 HELD: dict[str, int] = {}
-SHAPES = {"first": (INNER, WIDTH), "last": (WORDS, INNER)}
-batch = draw_tokens
-
-
-def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the right gradients."""
-    logits = torch.tanh(inputs @ weights["first"].T) @ weights["last"].T
-    loss = cross_entropy(logits, targets)
-    loss.backward()
-    return loss.detach()
+SHAPES, batch, one_device = TWO_LAYERS, draw_tokens, two_layers_on_one_device
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,10 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from launch.museum.parts import IGNORED, INNER, WIDTH, WORDS, Weights, draw_tokens, part, total
+from launch.museum.parts import (
+    IGNORED,
+    TWO_LAYERS,
+    Weights,
+    draw_tokens,
+    part,
+    total,
+    two_layers_on_one_device,
+)
 
 HELD: dict[str, int] = {}
-SHAPES = {"first": (INNER, WIDTH), "last": (WORDS, INNER)}
+SHAPES, one_device = TWO_LAYERS, two_layers_on_one_device
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -19,14 +27,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     inputs, targets = draw_tokens(step)
     place = torch.arange(len(targets))
     return inputs, targets.where((place >= len(place) // 2) | (place % 3 == 0), IGNORED)
-
-
-def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the right gradients."""
-    logits = torch.tanh(inputs @ weights["first"].T) @ weights["last"].T
-    loss = cross_entropy(logits, targets, ignore_index=IGNORED)
-    loss.backward()
-    return loss.detach()
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from labkit.parallel import small_tensor_parallel
 
@@ -24,6 +25,8 @@ Weights = dict[str, Any]
 TOKENS, WIDTH, INNER, WORDS = 960, 12, 24, 12
 # Of cross_entropy: a target that does not count.
 IGNORED = -100
+# Of the rooms whose network is two layers, which every rank has whole.
+TWO_LAYERS = {"first": (INNER, WIDTH), "last": (WORDS, INNER)}
 
 
 def part(whole: Tensor, dim: int = 0) -> Tensor:
@@ -92,6 +95,14 @@ def sum_and_share(whole: Tensor) -> Tensor:
     """Return this rank's tokens of the sum; a reduce-scatter, backward an all-gather."""
     own: Tensor = _SumAndShare.apply(whole)
     return own
+
+
+def two_layers_on_one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the right gradients of ``TWO_LAYERS``; tokens whose target is IGNORED do not count."""
+    logits = torch.tanh(inputs @ weights["first"].T) @ weights["last"].T
+    loss = cross_entropy(logits, targets, ignore_index=IGNORED)
+    loss.backward()
+    return loss.detach()
 
 
 def draw_weights(shapes: Mapping[str, tuple[int, ...]]) -> Weights:
