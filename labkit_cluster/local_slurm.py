@@ -17,21 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from labkit.errors import LabError
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "setpriv")
-NODES = ("n1", "n2")
 START_LIMIT_S, STOP_LIMIT_S, POLL_S = 30.0, 10.0, 0.1
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 # A job that is queued again waits for cred_expire before it starts.
 SETTINGS = """
-ClusterName=lab
+ClusterName=labkit
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmctldParameters=enable_configless
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
@@ -51,10 +50,8 @@ ReturnToService=2
 KillWait=2
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=1,bf_interval=1
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
-PartitionName=lab Nodes=n1,n2 Default=YES
 """
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}\n"
 
 
 def can_start_slurm() -> bool:
@@ -66,12 +63,20 @@ class LocalSlurm:
     """A cluster on this machine; see ``start_local_slurm``.
 
     Attributes:
+        folder: what the daemons keep.
         settings: its slurm.conf, for the environment variable SLURM_CONF.
+        nodes: names of the nodes.
+        cpus: of each node.
+        partitions: lines of slurm.conf.
     """
 
+    nodes: tuple[str, ...] = ("n1", "n2")
+    cpus = 8
+    partitions = "PartitionName=lab Nodes=n1,n2 Default=YES\n"
+
     def __init__(self, folder: Path):
-        self._folder, self.settings = folder, folder / "slurm.conf"
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.folder, self.settings = folder, folder / "slurm.conf"
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def ask(
         self,
@@ -80,7 +85,15 @@ class LocalSlurm:
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Return what one of Slurm's own commands prints in a folder, with these variables."""
-        done = subprocess.run(
+        return self._run(words, folder, variables).stdout.strip()
+
+    def _run(
+        self,
+        words: Sequence[object],
+        folder: Path | None,
+        variables: Mapping[str, object] | None,
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             list(map(str, words)),
             cwd=folder,
             env=os.environ
@@ -91,7 +104,6 @@ class LocalSlurm:
             timeout=30,
             check=False,
         )
-        return done.stdout.strip() or done.stderr.strip()
 
     def submit(
         self, script: Path, *words: object, folder: Path, variables: Mapping[str, object]
@@ -102,9 +114,9 @@ class LocalSlurm:
         """
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": path, **variables}
-        number = self.ask("sbatch", "--parsable", script, *words, folder=folder, variables=own)
-        if not number.isdigit():
-            raise LabError(f"sbatch refuses: {number}")
+        done = self._run(("sbatch", "--parsable", script, *words), folder, own)
+        if not (number := done.stdout.strip()).isdigit():
+            raise LabError(f"sbatch refuses: {done.stderr.strip()}")
         return number
 
     def signal_script(self, job: str) -> None:
@@ -119,48 +131,72 @@ class LocalSlurm:
     def wait(self, job: str, limit_s: float = 120) -> str:
         """Return a job's last state; cancel it after the limit."""
         with contextlib.suppress(LabError):
-            _wait_until(lambda: self.state(job) in OVER, limit_s)
+            wait_until(lambda: self.state(job) in OVER, limit_s)
         if (state := self.state(job)) not in OVER:
             self.ask("scancel", job)
         return state
 
     def start(self) -> None:
-        """Start the daemons, and wait until both nodes take jobs."""
-        for name in ("state", *(f"spool_{node}" for node in NODES)):
-            (self._folder / name).mkdir()
-        values = {"host": socket.gethostname(), "folder": self._folder, "ports": _free_ports(3)}
-        self.settings.write_text(SETTINGS.format(**values))
-        key = self._folder / "munge.key"
+        """Start the daemons, and wait until all nodes take jobs."""
+        names = self.all_nodes()
+        for name in ("state", *(f"spool_{node}" for node in names)):
+            (self.folder / name).mkdir()
+        port, *ports = _free_ports(1 + len(names))
+        host = socket.gethostname()
+        lines = [
+            NODE.format(node=node, host=host, port=each, cpus=self.cpus)
+            for node, each in zip(names, ports, strict=True)
+        ]
+        text = SETTINGS.format(host=host, folder=self.folder, port=port)
+        self.settings.write_text(text + "".join(lines) + self.partitions)
+        key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-        places = [f"--{name}={self._folder}/munge.{name.split('-')[0]}" for name in names]
-        self._start("munged", "--foreground", "--force", *places)
-        _wait_until((self._folder / "munge.socket").exists, START_LIMIT_S)
-        self._start("slurmctld", "-D", "-f", self.settings)
-        _wait_until(lambda: "UP" in self.ask("scontrol", "ping"), START_LIMIT_S)
-        for node in NODES:
-            self._start("slurmd", "-D", "-f", self.settings, "-N", node)
-        _wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T").split() == ["idle"], START_LIMIT_S)
+        options = ("socket", "key-file", "pid-file", "log-file", "seed-file")
+        places = [f"--{each}={self.folder}/munge.{each.removesuffix('-file')}" for each in options]
+        self._start("munged", "munged", "--foreground", "--force", *places)
+        wait_until((self.folder / "munge.socket").exists, START_LIMIT_S)
+        self._start("slurmctld", "slurmctld", "-D", "-f", self.settings)
+        # A command that comes earlier tries again after half a minute.
+        wait_until(lambda: _listens(port), START_LIMIT_S)
+        for node in names:
+            self.start_node(node)
+        wait_until(lambda: all(map(self.is_up, self.nodes)), START_LIMIT_S)
+
+    def all_nodes(self) -> tuple[str, ...]:
+        """Return the names of the nodes, and of any that need not take jobs."""
+        return self.nodes
+
+    def start_node(self, node: str, *through: object) -> None:
+        """Start a node's daemon, through another command if there is one."""
+        self._start(node, *through, "slurmd", "-D", "-f", self.settings, "-N", node)
+
+    def is_up(self, node: str) -> bool:
+        """Tell whether a node takes jobs."""
+        return self.node_state(node).startswith("idle")
+
+    def node_state(self, node: str) -> str:
+        """Return what sinfo says of a node; "*" at the end: it was heard of earlier."""
+        return self.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
 
     def stop(self) -> None:
         """Cancel all jobs, and end the daemons."""
-        self.ask("scancel", "--partition=lab")
+        self.ask("scancel", "--user=root")
         with contextlib.suppress(LabError):
-            _wait_until(lambda: not self.ask("squeue", "--noheader"), STOP_LIMIT_S)
-        for each in reversed(self._daemons):
+            wait_until(lambda: not self.ask("squeue", "--noheader"), STOP_LIMIT_S)
+        for each in reversed(self._daemons.values()):
             each.terminate()
-        for each in self._daemons:
+        for each in self._daemons.values():
             try:
                 each.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:
                 each.kill()
 
-    def _start(self, *words: object) -> None:
+    def _start(self, name: str, *words: object) -> None:
         # They end with this process, even if it is killed.
         command = ["setpriv", "--pdeathsig", "KILL", *map(str, words)]
-        with (self._folder / f"{words[0]}.out").open("ab") as log:
-            self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log))
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
 
 @contextlib.contextmanager
@@ -183,12 +219,19 @@ def start_local_slurm() -> Iterator[LocalSlurm]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_until(is_true: Callable[[], object], limit_s: float) -> None:
+def wait_until(is_true: Callable[[], object], limit_s: float) -> None:
+    """Wait until a function is true; raise LabError after the limit."""
     give_up = time.monotonic() + limit_s
     while not is_true():
         if time.monotonic() > give_up:
             raise LabError(f"Slurm did not answer within {limit_s:.0f} s")
         time.sleep(POLL_S)
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def _free_ports(count: int) -> list[int]:

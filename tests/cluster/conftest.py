@@ -7,7 +7,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from fixture_slurm import PROGRAMS, Slurm
+from fixture_slurm import Slurm
+
+from labkit_cluster.local_slurm import PROGRAMS
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +30,7 @@ def slurm(runs_folder: Path) -> Iterator[Slurm]:
         slurm.start()
         yield slurm
     finally:
-        left = slurm.stop()
+        left = slurm.end()
         os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
         shutil.rmtree(folder)
         assert not left, f"processes {left} outlived their cluster"

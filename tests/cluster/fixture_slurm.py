@@ -1,8 +1,6 @@
-"""Slurm for real on one machine: a controller and two pairs of nodes, each with a daemon of its own."""
+"""The package's Slurm on this machine, with more nodes, and one that does not see a folder."""
 
 import contextlib
-import os
-import socket
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -10,83 +8,37 @@ from pathlib import Path
 import psutil
 from fixture_processes import is_alive, wait_for
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+from labkit_cluster.local_slurm import LocalSlurm
+
 NODES = ("n1", "n2", "n3", "n4", "n6")
 BLIND = "n5"
 """A node that does not see one folder. Only where mounts may be made."""
 
 STOP_TIMEOUT_S = 30
 
-# A node that is silent for five seconds is dead; a job that is queued again waits for cred_expire before it starts.
-SETTINGS = """
-ClusterName=labkit
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmctldParameters=enable_configless
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-SlurmUser=root
-SlurmdUser=root
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool_%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-MpiDefault=none
-ReturnToService=2
-SlurmdTimeout=5
-KillWait=2
-SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=1,bf_interval=1
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32
-NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=32
-NodeName=n4 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[4]} CPUs=32
+
+class Slurm(LocalSlurm):
+    """A cluster on this machine, for as long as the tests need it."""
+
+    nodes = NODES
+    cpus = 32
+    # A node that is silent for five seconds is dead.
+    partitions = """SlurmdTimeout=5
 PartitionName=good Nodes=n1,n2 Default=YES
-NodeName=n5 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[5]} CPUs=32
-NodeName=n6 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[6]} CPUs=32
 PartitionName=mortal Nodes=n3,n4,n6
 PartitionName=blind Nodes=n1,n5
 """
 
-
-class Slurm:
-    """A cluster on this machine, for as long as the tests need it."""
-
     def __init__(self, folder: Path, unseen: Path):
-        self.folder, self.unseen, self.settings = folder, unseen, folder / "slurm.conf"
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(folder)
+        self.unseen = unseen
 
-    def start(self) -> None:
-        for name in ("state", *(f"spool_{node}" for node in (*NODES, BLIND))):
-            (self.folder / name).mkdir()
-        ports = _free_ports(7)
-        self.settings.write_text(SETTINGS.format(host=socket.gethostname(), folder=self.folder, ports=ports))
-        key = self.folder / "munge.key"
-        key.write_bytes(os.urandom(128))
-        key.chmod(0o600)
-        names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-        places = [f"--{name}={self.folder}/munge.{name.removesuffix('-file')}" for name in names]
-        self._start("munged", "munged", "--foreground", "--force", *places)
-        wait_for((self.folder / "munge.socket").exists)
-        self._start("slurmctld", "slurmctld", "-D", "-f", self.settings)
-        wait_for(lambda: _listens(ports[0]))  # a command that comes earlier tries again after half a minute
-        for node in NODES:
-            self.start_node(node)
-        hide = 'mount -t tmpfs none "$0" && exec "$@"'
-        self.start_node(BLIND, "unshare", "--mount", "sh", "-c", hide, self.unseen)
-        wait_for(lambda: all(map(self.is_up, NODES)), limit_s=30)
+    def all_nodes(self) -> tuple[str, ...]:
+        return (*NODES, BLIND)
 
     def start_node(self, node: str, *through: object) -> None:
-        self._start(node, *through, "slurmd", "-D", "-f", self.settings, "-N", node)
-
-    def is_up(self, node: str) -> bool:
-        """Whether a node takes jobs."""
-        return self._state_of(node).startswith("idle")
+        hide = 'mount -t tmpfs none "$0" && exec "$@"'
+        super().start_node(node, *(("unshare", "--mount", "sh", "-c", hide, self.unseen) if node == BLIND else through))
 
     def mend(self) -> None:
         """Start those nodes again whose daemon has ended or no longer answers, as it rarely does by itself."""
@@ -122,13 +74,7 @@ class Slurm:
             each.kill()
         self._daemons.pop(node).wait()
 
-    def ask(self, *words: object) -> str:
-        """What one of Slurm's own commands says."""
-        environment = os.environ | {"SLURM_CONF": str(self.settings)}
-        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=30, env=environment)
-        return done.stdout.strip()
-
-    def stop(self) -> list[int]:
+    def end(self) -> list[int]:
         """End all daemons once no job is left, for which it waits a little; returns what outlives them."""
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.ask("squeue", "--noheader"), limit_s=STOP_TIMEOUT_S)
@@ -146,34 +92,13 @@ class Slurm:
             each.kill()
         return [each.pid for each in left]
 
-    def _state_of(self, node: str) -> str:
-        return self.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
-
     def _is_there(self, node: str) -> bool:
         """Whether a node answers, with or without jobs; a state that ends in * is one that was heard of earlier."""
-        state = self._state_of(node)
+        state = self.node_state(node)
         return not state.startswith(("down", "drain")) and not state.endswith("*")
-
-    def _start(self, name: str, *words: object) -> None:
-        with (self.folder / f"{name}.out").open("ab") as log:
-            self._daemons[name] = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log)
 
 
 def _steps_of(log: Path) -> list[psutil.Process]:
     """What runs the steps of jobs on a node, which no longer descends from its daemon: whoever writes its log."""
     steps = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "slurmstepd"]
     return [each for each in steps if any(file.path == str(log) for file in each.open_files())]
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports

@@ -25,13 +25,12 @@ def submitted(slurm, folder, script):
     (folder / "labkit.py").write_text("raise ImportError('the script needs no labkit')")
     (folder / "train.py").write_text(TRAIN.read_text())
     variables = {"SAVES": folder / "saves", "STEPS": STEPS, "STEP_S": 0.3, "RANKS": 1, "OMP_NUM_THREADS": 1}
-    cluster = job_script.LocalSlurm(Path(slurm.settings).parent)  # the tests' own, asked as a notebook asks
-    job = cluster.submit(folder / "job.sbatch", "train.py", folder=folder, variables=variables)
+    job = slurm.submit(folder / "job.sbatch", "train.py", folder=folder, variables=variables)
     try:
-        job_script.preempt(cluster, job, folder / "saves" / "step_00000003" / ".metadata")
-        state = cluster.wait(job)
+        job_script.preempt(slurm, job, folder / "saves" / "step_00000003" / ".metadata")
+        state = slurm.wait(job)
     finally:
-        cluster.ask("scancel", job)
+        slurm.ask("scancel", job)
     (log,) = folder.glob(f"*-{job}.out")
     return log.read_text(), state
 
