@@ -100,7 +100,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 # Ranks need not repeat what the process that launched them has said.
-if (_problem := untested_torch_problem()) and ENV_RUN_FOLDER not in os.environ:
+if ENV_RUN_FOLDER not in os.environ and (_problem := untested_torch_problem()):
     warnings.warn(_problem, stacklevel=2)
 
 # A notebook gets its cell magic, and torch is imported for its ranks before the first run.
