@@ -38,8 +38,6 @@ def expert():
 def test_an_expert_solves_it_with_three_tools_and_no_process_is_left(seed, expert):
     start = time.monotonic()
     case = Mystery(seed)
-    if "No rank has made a step" in f"{case}" and draw_fault(seed).cause in ("straggler", "slow link"):
-        case = Mystery(seed)  # a crowded machine held up a slow run for so long that it seemed to hang
     took_s = time.monotonic() - start
     # The expert gets the text that a learner reads, and nothing that knows the fault.
     with pytest.MonkeyPatch.context() as patch:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from labkit import rank
 
 RANKS, STEPS, BATCH, WIDTH, LAYERS, RATE = 4, 8, 8, 12, 3, 0.02
-# A rank that has made no step for so long is taken to hang; a step takes some hundredths of it.
-QUIET_S, TICK_S = 1.2, 0.05
+# A rank that has made no step for so long is taken to hang. A step takes some hundredths of it;
+# with 1.2 s a slow run on a crowded machine was once taken to hang.
+QUIET_S, TICK_S = 3.0, 0.05
 COMPUTE_S, SLOW_S = 0.004, 0.06
 # A sender and a receiver of each pair; ranks 0 and 1, 2 and 3 swap a boundary in each step.
 PAIRS = ((0, 1), (2, 3))
