@@ -20,7 +20,8 @@ from PIL import Image
 
 from notebooks.tools.source import Notebook
 
-CELL_TIMEOUT_S = 180
+CELL_TIMEOUT_S = 600
+"""Ten times what the longest cell takes alone: on a machine that others use, too, it is late and not lost."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
