@@ -320,7 +320,7 @@ def test_breakdown_of_theory_alone_has_no_stamp_and_is_dashed():
 def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
     ax = plots.loss_curves({"one": run(1), "two": run(2)}, chance=2.3)
     assert labels_of(ax) == ["one", "two"]
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "loss (cross-entropy, nats)")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("timed step, after those of warm-up", "loss (cross-entropy, nats)")
     assert [list(curve.get_xdata()) for curve in ax.lines[:2]] == [[0, 1, 2]] * 2
     assert list(ax.lines[0].get_ydata()) == [2, 1.5, 1]
     assert list(ax.lines[1].get_ydata()) == [2.5, 2, 1.5]

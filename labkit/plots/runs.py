@@ -166,7 +166,7 @@ def loss_curves(
         ax.axhline(chance, color=style.GREY, lw=1)
         look = {"xycoords": ("axes fraction", "data"), "ha": "right", "color": style.GREY}
         style.add_note(ax, "guessing", (1, chance), (-2, 2), **look)
-    ax.set(xlabel="training step", ylabel=ylabel)
+    ax.set(xlabel="timed step, after those of warm-up", ylabel=ylabel)
     ax.legend(frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
 
@@ -179,7 +179,7 @@ def loss_difference_curves(
     for index, (label, result) in enumerate(results.items()):
         difference = (result.losses / reference.losses - 1).abs().clip(lower=SMALLEST_DIFFERENCE)
         _draw_curve(ax, index, label, difference, lw=1.2)
-    ax.set(yscale="log", xlabel="training step")
+    ax.set(yscale="log", xlabel="timed step, after those of warm-up")
     ax.set_ylabel(f"relative difference\nfrom the loss of {name}")
     style.add_legend_above(ax, 2)
     return style.add_stamp(ax, [*results.values(), reference])

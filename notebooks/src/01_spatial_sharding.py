@@ -69,7 +69,7 @@ _ = plots.halo_diagram(photo.load_photo()[60:300], ranks=4, halo=12)
 
 # %% [markdown]
 # *One image on four ranks: rank 1 holds its strip, and needs a few columns of ranks 0 and 2, its **halo**. They travel
-# before each convolution that looks over the cut. The picture shows 12 columns, and ConvNeXt needs 3.*
+# before each convolution that looks over the cut. Drawn are 12 columns; ConvNeXt needs 3.*
 #
 # A large ConvNeXt has stages of 3, 3, 27 and 3 blocks with 256 to 2048 channels. Here is what it keeps for **one**
 # image in float32. *Checkpointing* keeps only each block's input, and computes the rest again in the backward pass.
@@ -87,7 +87,8 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 
 # %% [markdown]
 # At 4096 pixels a side the activations of a single image no longer fit an H200 with 141 GB, and a smaller batch does
-# not help. So checkpoint first: it brings 155 GB down to about 25, for one more forward pass.
+# not help. So checkpoint first: it brings 155 GB down to about 25, half of it the inputs of blocks and half the block
+# that is being computed again, for one more forward pass.
 #
 # Cut the image where that is not enough: a tile of 16,384 pixels does not fit even then, volumes are larger still, and
 # some forecasts are due within seconds. NVIDIA's PhysicsNeMo cuts weather and flow fields like this (`ShardTensor`).
@@ -102,6 +103,11 @@ plain_gb, checkpointed_gb = (
 )
 claim("155 GB do not fit 141, and about 25 do", round(plain_gb[0]) == 155 and 24 < checkpointed_gb[0] < 27)
 claim("a tile of 16,384 pixels does not fit even so", checkpointed_gb[1] > 141)
+inputs_gb = (
+    sum(each.depth * each.channels * each.height * each.width for each in spatial.convnext_stages(4096, 4096, **LARGE))
+    * 4e-9
+)
+claim("half inputs, half one block", abs(inputs_gb / checkpointed_gb[0] - 0.5) < 0.02)
 
 # %% [markdown]
 # Now train this lab's small network, drawn in section 3, on two images of 512 × 1024 pixels. Each rank may take 250 MiB
@@ -411,7 +417,7 @@ claim("the parts add up to 1", abs(shares["convolution"].sum() - 1) < 1e-5)
 claim("of the head each rank holds all", (shares["head"] - 1).abs().max() < 1e-5)
 
 # %% [markdown]
-# ### Exercise 5: reduce the gradients (••, {minutes} minutes)
+# ### Exercise 5: reduce the gradients (•, {minutes} minutes)
 #
 # `cut` is a list of gradients of everything before the mean over the image, and `head` a list of the head's. Change
 # them in place, so that every rank holds one device's gradients. Each collective costs its latency again (lab 0), so
@@ -507,8 +513,8 @@ claim("to the byte", all(yours_run.value(name) == expected for name, expected in
 # <details><summary>In your own network</summary>
 #
 # Set `conv.padding = (conv.padding[0], 0)`, call `conv(HaloExchange.apply(x, 3, rank, ranks))`, and take the mean over
-# the image as in section 2. Dropout after the mean must draw the same random numbers on all ranks, and dropout inside a
-# strip different ones. Pooling that overlaps and the statistics of a batch norm need an exchange of their own.
+# the image as in section 2. Stochastic depth, and dropout after the mean, must draw the same random numbers on all ranks,
+# and dropout of single pixels different ones. Pooling that overlaps and the statistics of a batch norm need an exchange of their own.
 #
 # `labkit/parallel/halo.py` does the same on any axis of a mesh.
 #
@@ -572,6 +578,9 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # %% [markdown]
 # *Left: the loss falls in all four runs. Right: how far each loss is from the right run's.*
 #
+# One step of warm-up comes before step 0, so that wrong gradients of `forgotten` show already there, though its forward
+# pass is right.
+#
 # With `averaged` all gradients before the mean are too small by a factor, the number of ranks. Adam divides each
 # gradient by its own size, and so the factor drops out. With SGD the same code would train differently.
 #
@@ -582,6 +591,8 @@ for name, each in broken.items():
     claim(f"the loss of {name} falls", each.losses.iloc[-1] < each.losses.iloc[0], where=TOLD)
 claim("swapped and forgotten are other trainings", min(far["swapped"], far["forgotten"]) > 1e-4, where=TOLD)
 claim("averaged cannot be told by its loss", far["averaged"] < 1e-4, where=TOLD)
+first = (broken["forgotten"].losses - yours_run.losses).abs() / yours_run.losses
+claim("forgotten shows in step 0", first.iloc[0] > 1e-4, where=TOLD)
 claim("the parity check fails for all three", not any(each.ok for each in checked.values()))
 
 # %% [markdown]

@@ -115,7 +115,7 @@ widgets.WrappingExplorer()
 # - This rank's share of the unit's gradients is allocated, and stays to the end of the step.
 # - Gloo, the backend for CPUs, makes a working copy of the row. (NCCL, on GPUs, needs none of that size.)
 #
-# The network of this lab has three blocks, whose inner widths are 3, 4 and 3 times `DIM`. What is the peak, in bytes? It
+# The network of this lab has three blocks, whose inner widths are 3, 4 and 3 times `DIM`. How many bytes are held at its peak? It
 # lies at the reduce-scatter of one of the units.
 #
 # <details><summary>Hint 1</summary>
@@ -208,9 +208,8 @@ ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *Two rows for each rank, with the numbers of the blocks. What is underlined is exposed: all-gathers at the start of a
-# pass, where little computes before them, and on CPU ranks the reduce-scatters, because the backward pass waits for
-# each.*
+# *Two rows for each rank, with the numbers of the blocks. Exposed time is underlined: all-gathers at the start of a
+# pass and, on CPU ranks, reduce-scatters, because the backward pass waits for each.*
 #
 # The raw traces are in the folder of the run, and ui.perfetto.dev opens them.
 #
@@ -283,8 +282,8 @@ halved = predicted | {"all_gather_bytes": predicted["all_gather_bytes"] // 2}
 plots.comparison_table(bf16, halved, yours=mine_bytes)
 
 # %% [markdown]
-# *The all-gathers were handed half the bytes, and what a rank keeps is unchanged. (Adam also keeps a counter of 4 bytes
-# for each tensor.) On the wire, a step sends 1/2 + 1/2 + 1 instead of 1 + 1 + 1, a third less.*
+# *The all-gathers were handed half the bytes, and what a rank keeps is unchanged. On the wire, a step sends 1/2 + 1/2 + 1 instead of
+# 1 + 1 + 1, a third less.*
 
 # %% tags=["claim"]
 claim(
@@ -524,7 +523,7 @@ print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", 
 #
 # ### Exercise 5: average, but not everything (••, {minutes} minutes)
 #
-# Every parameter has a gradient. Average the shared ones over the ranks. Send nothing for those of `experts`, but divide
+# Every parameter has a gradient: average the shared ones over the ranks. Send nothing for those of `experts`, but divide
 # them by the number of ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks,
 # then on three. Whatever it uses of this notebook is copied there.
 #

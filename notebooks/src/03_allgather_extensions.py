@@ -57,10 +57,10 @@ SHAPES = [(DIM, 768), *[(4 * DIM, DIM), (DIM, 4 * DIM)] * 2, (10, DIM)]
 # %% [markdown]
 # ## 1. Why fewer bytes? ({minutes} minutes)
 #
-# Take the reference cluster of lab 0, and a model of 7 billion parameters that is sharded over two of its hosts, 16
-# GPUs. In bfloat16 the parameters are 14 GB, and to gather them in a ring of 16, each GPU sends 15/16 of that. Between
-# hosts the wire carries 50 GB/s, so the two gathers of a step take 0.53 s. If too few tokens are at hand to hide half a
-# second, the GPUs wait. You can buy network cards, or you can send fewer bytes:
+# Take a model of 7 billion parameters that is sharded over two hosts of eight H100s. In bfloat16 the parameters are 14
+# GB, and to gather them in a ring of 16 GPUs, 15/16 of that leave each host. Over a single network card of 50 GB/s the
+# two gathers of a step take 0.53 s, and over the eight cards of lab 0's reference cluster an eighth. With too few
+# tokens to hide that, the GPUs wait. You can buy network cards, or you can send fewer bytes:
 #
 # ```
 # float32 rows --encode--> 8 bits a number --all-gather--> all rows, 8 bits --decode--> parameter --compute--> freed
@@ -68,7 +68,7 @@ SHAPES = [(DIM, 768), *[(4 * DIM, DIM), (DIM, 4 * DIM)] * 2, (10, DIM)]
 #      Adam updates these, and never sees what was rounded
 # ```
 #
-# Others do the same at work:
+# Others do the same:
 #
 # | who | sends | how |
 # |---|---|---|
@@ -647,7 +647,7 @@ claim("and lose on the wide one", step_ms["yours, wide wire"] > 1.1 * step_ms["f
 # **On GPUs.** The memory of an H100 moves 3.35 · 10¹² bytes a second. Say that encode reads each of a rank's numbers
 # twice, 4 bytes each time, and writes 1 byte, while decode reads 1 byte of each number and writes 2. Then 7 billion
 # parameters on 16 GPUs cost 7.44 ms of coding in a gather, if each function is one fused kernel. Against bfloat16,
-# which a policy sends, int8 saves 7 GB, so it pays below 882 GB/s. Between hosts, at 50 GB/s, it saves nearly half of
+# which a policy sends, int8 saves 7 GB, so it pays below 882 GB/s. Over one card, at 50 GB/s, it saves nearly half of
 # an exposed gather. Inside a host it may pay too, but only where the gather is exposed.
 #
 # *Takeaway: fewer bytes pay if the gather is exposed and the wire is slower than the coding.*

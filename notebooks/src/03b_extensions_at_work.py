@@ -207,8 +207,8 @@ sends
 _ = plots.hook_memory("TwoTensor")
 
 # %% [markdown]
-# *Who holds which memory; time goes from left to right. Without padding and without a cast only the gathered tensors
-# are new memory. FSDP frees that memory after use and keeps the tensors, which get new memory at the next gather.*
+# *Who holds which memory, from left to right in time. Without padding and without a cast only the gathered tensors
+# are new memory. FSDP frees it after use and keeps the tensors, which get new memory at the next gather.*
 #
 # ### Exercise 4: what is the parameter? (••, {minutes} minutes)
 #
