@@ -85,7 +85,7 @@ print("you:", ", ".join(prediction_text(gb, ".1f") for gb in mine_stages.values(
 # everything, 14.*
 #
 # Now on this machine, with a model of 18 million parameters, 9 million of them in the largest unit: 290 MB with
-# gradients and Adam. A step needs room on top of that, and a rank that allocates more than 336 MB is stopped. **The
+# gradients and Adam. A step needs room on top of that, and a rank that allocates more than 336 MB (320 MiB) is stopped. **The
 # first of the two runs is meant to fail.**
 
 # %% tags=["claim"]
@@ -212,8 +212,8 @@ for size, unit in ((200, "a block"), (7000, "the whole model")):
     print(f"7 billion parameters, 24 GB, {unit} as unit: {fewest_ranks(7 * 10**9, size * 10**6, 24 * 10**9)} ranks")
 
 # %% [markdown]
-# With blocks of 200 million parameters a handful of GPUs is enough. If the whole model is one unit, no number of GPUs
-# with 24 GB can train it.
+# With blocks of 200 million parameters five GPUs hold it, and have not a byte left for activations and for the buffers
+# of the collectives, so take eight. If the whole model is one unit, no number of GPUs with 24 GB can train it.
 #
 # **Counted on real ranks.** `launch/fsdp_wrap.py` does what the script does, with this notebook's stack of three
 # blocks: three units on four ranks, and nothing left for the root. For a `DIM` of 128 they have 329,344 parameters of
@@ -462,10 +462,11 @@ plots.comparison_table(own, rows, tolerance=0.01)
 claim("your FSDP sends what flat rows need", all(own.value(name) == size for name, size in rows.items()))
 
 # %% [markdown]
-# *Your FSDP makes as many calls as* `fully_shard`*, and sends as many bytes.*
+# *As many calls as* `fully_shard` *makes. Here two ranks share the parameters, so each hands a half to an all-gather; in
+# section 2 four ranks handed a quarter.*
 #
-# **Break it.** A hook now makes each gradient N times as large before your code averages it, so that your shards get
-# sums, as if the division had been forgotten. The runs use Adam. Commit: will the losses differ from the right run's by
+# **Break it.** The cell below makes each gradient N times as large before your code averages it, so that your shards get
+# sums, as if you had forgotten to divide. The runs use Adam. Commit: will the losses differ from the right run's by
 # about 0, 50 or 100 %?
 
 # %% tags=["commit"]
@@ -547,9 +548,6 @@ print(f"block: {(peaks['block'] - beside) / 1e6:.1f} MB; you: {you}. Buffers and
 # *Peak memory of a rank, each bar at its own moment; in a dashed frame, predicted; dotted, the bound of exercise 5.
 # Wrapping the root alone saves little, because it gathers everything at once, but blocks save nearly half.*
 #
-# With `root` the peak lies in the forward pass. The buffer of its all-gather, as large as the model, is still there, and
-# a tensor of 0.5 MB before its ReLU counts as an activation, too.
-#
 # The root gathers once, because it stays whole between the passes, so it sends no more than data parallelism. Then why
 # not always layers? Each collective costs at least its latency (lab 0), and layers need twice as many as blocks.
 
@@ -626,7 +624,7 @@ checks.memory_plan(plan, int(bound), gathers=16, **DEEP)
 #
 # P drops out, so the size of the model does not matter: a gather takes T₀/T times as long as the
 # arithmetic of a block's forward pass. In the backward pass arithmetic takes twice as long, and two messages have to
-# hide, a gather and a reduce-scatter, so the bound is the same. For 8 H100s of a host with F = 400
+# hide, a gather and a reduce-scatter, so the bound would be the same if both could travel meanwhile. For 8 H100s of a host with F = 400
 # · 10¹², B = 450 · 10⁹ and b = 2 (lab 0's reference cluster), T₀ is 778 tokens.
 
 # %% [markdown]
@@ -688,8 +686,8 @@ claim("steps take a little longer than in theory", min(longer) > 1 and max(longe
 # than twice as long, even with prefetching. 2048 tokens are more than NVLink's T₀, and less than the card's, where
 # prefetching hides only a part of each gather.
 #
-# The backward pass has exposed time over NVLink, too. The dashed theory supposes that a rank waits for each
-# reduce-scatter, as on CPU ranks, and measured steps take a little longer still.
+# The backward pass has exposed time over NVLink, too, because on CPU ranks FSDP waits for each reduce-scatter, as the
+# dashed theory supposes. So this emulation tests the bound for the forward pass alone.
 #
 # *Takeaway: gathers cost the forward pass little time as long as each rank has more than T₀ tokens. If a rank has
 # fewer, enlarge the batch or send fewer bytes.*
