@@ -212,8 +212,7 @@ for size, unit in ((200, "a block"), (7000, "the whole model")):
     print(f"7 billion parameters, 24 GB, {unit} as unit: {fewest_ranks(7 * 10**9, size * 10**6, 24 * 10**9)} ranks")
 
 # %% [markdown]
-# With blocks of 200 million parameters five GPUs hold it, and have not a byte left for activations and for the buffers
-# of the collectives, so take eight. If the whole model is one unit, no number of GPUs with 24 GB can train it.
+# With blocks of 200 million parameters five GPUs hold it, and have no byte left for activations and buffers, so take eight. If the whole model is one unit, no number of GPUs with 24 GB can train it.
 #
 # **Counted on real ranks.** `launch/fsdp_wrap.py` does what the script does, with this notebook's stack of three
 # blocks: three units on four ranks, and nothing left for the root. For a `DIM` of 128 they have 329,344 parameters of
@@ -243,7 +242,7 @@ claim(
 claim("329,344 parameters", PARAMETERS == 329_344, where=DIM == 128)
 
 # %% [markdown]
-# *The last row is a little above two numbers a parameter, because Adam also counts its steps.*
+# *The last row is above two numbers a parameter, because Adam counts its steps.*
 #
 # **On the wire**, to gather all units costs a rank of a ring (N − 1)/N of the parameters' bytes (lab 0), and to reduce
 # them costs the same. FSDP makes three such passes: gather, gather, reduce. DDP's all-reduce makes two, because it is a
@@ -687,7 +686,7 @@ claim("steps take a little longer than in theory", min(longer) > 1 and max(longe
 # prefetching hides only a part of each gather.
 #
 # The backward pass has exposed time over NVLink, too, because on CPU ranks FSDP waits for each reduce-scatter, as the
-# dashed theory supposes. So this emulation tests the bound for the forward pass alone.
+# dashed theory supposes. So this tests the bound for the forward pass alone.
 #
 # *Takeaway: gathers cost the forward pass little time as long as each rank has more than T₀ tokens. If a rank has
 # fewer, enlarge the batch or send fewer bytes.*
