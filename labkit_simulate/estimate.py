@@ -8,13 +8,14 @@ kinds of hosts.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.errors import ParameterError
 from labkit.runs.records import RecordWriter
 from labkit.runs.result import RunResult
+from labkit.theory.links import MEASURED_LINKS, NCCL_NETWORK_STEP_US
 from labkit_simulate.artifacts import ARTIFACT_EVENTS
 from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.step_time import (
@@ -42,6 +43,8 @@ LINK_ERROR = 1.25
 """Held-out all-reduces are met within this factor, see benchmarks/network.py."""
 UNSEEN_NETWORK_ERROR = 2.4
 """How far off all-reduces between hosts are, in the median, if none of them was measured."""
+KNOWN_LATENCIES_US = (NCCL_NETWORK_STEP_US, 1e6 * MEASURED_LINKS["b200-8x"].between.alpha_s)
+"""Of a step between hosts: NCCL's constant, and the only one that was measured."""
 TOUCHING_S = 1e-9
 """Bars that are no farther apart follow one another."""
 
@@ -161,46 +164,63 @@ def estimate_rank_step(
     )
     machine = kind.for_rank(on_host)
     groups = [make_group(ranks, on_host) for ranks in done.groups]
-    timed = [event_for_hardware(event, groups, machine) for event in done.events]
+    timed, quick, slow = (
+        [event_for_hardware(event, groups, each) for event in done.events]
+        for each in (machine, *known_networks(machine))
+    )
     crossing = {
         f"{COMMUNICATION_STREAM} {at}" for at, group in enumerate(groups) if group.hosts > 1
     }
-    time, fast, slow = (
+    unseen = set() if machine.tuning.network_measured else crossing
+    shortest = [bound_event(*each, unseen, min) for each in zip(timed, quick, strict=True)]
+    longest = [bound_event(*each, unseen, max) for each in zip(timed, slow, strict=True)]
+    time, least, most = (
         schedule_tasks(tasks_from_events(events), overlaps=not machine.shared)
-        for events in (timed, *error_bounds(timed, crossing, machine))
+        for events in (timed, shortest, longest)
     )
     flops: Counter[str] = Counter()
     for operator, count in done.operator_counts:
         flops[operator.dtype] += int(count * operator.flops)
     dtype = max(flops, key=lambda name: flops[name], default="float32")
     return RankStepEstimate(
-        machine, time, done.model_flops, dtype, low_s=fast.step_s, high_s=slow.step_s
+        machine, time, done.model_flops, dtype, low_s=least.step_s, high_s=most.step_s
     )
 
 
-def error_bounds(
-    events: Sequence[Event], crossing: set[str], machine: Hardware
-) -> tuple[list[Event], list[Event]]:
-    """Return the events as short and as long as held-out residuals allow.
+def known_networks(machine: Hardware) -> list[Hardware]:
+    """Return the hardware with the quickest and with the slowest network that is known.
+
+    Both are the hardware itself if its network was measured.
+    """
+    if machine.tuning.network_measured:
+        return [machine, machine]
+    return [machine.with_network(latency_us=each) for each in KNOWN_LATENCIES_US]
+
+
+def bound_event(
+    event: Event, known: Event, unseen: set[str], furthest: Callable[[float, float], float]
+) -> Event:
+    """Return the event as short, or as long, as held-out residuals allow.
 
     Args:
-        events: with their seconds on this hardware.
-        crossing: streams of groups on several hosts.
-        machine: the hardware; a network that was not measured is much less certain.
+        event: with its seconds on the hardware.
+        known: the same event on the quickest, or the slowest, network that is known.
+        unseen: streams whose network nobody measured. It may be off by as much as others were, and
+            may be as quick or as slow as any that is known.
+        furthest: ``min`` for the shortest, ``max`` for the longest.
     """
-    between = LINK_ERROR if machine.tuning.network_measured else UNSEEN_NETWORK_ERROR
 
-    def scaled(event: Event, shorter: bool) -> Event:
-        if isinstance(event, ComputeEvent):
-            longest = COMPUTE_ERROR
-        elif isinstance(event, CollectiveEvent):
-            longest = between if event.stream in crossing else LINK_ERROR
-        else:
-            return event
-        factor = 1 / longest if shorter else longest
-        return replace(event, seconds=factor * event.seconds)
+    def stretched(seconds: float, factor: float) -> float:
+        return furthest(seconds / factor, seconds * factor)
 
-    return [scaled(each, True) for each in events], [scaled(each, False) for each in events]
+    if isinstance(event, ComputeEvent):
+        return replace(event, seconds=stretched(event.seconds, COMPUTE_ERROR))
+    if isinstance(event, CollectiveEvent) and isinstance(known, CollectiveEvent):
+        seconds = stretched(known.seconds, LINK_ERROR)
+        if event.stream in unseen:
+            seconds = furthest(seconds, stretched(event.seconds, UNSEEN_NETWORK_ERROR))
+        return replace(event, seconds=seconds)
+    return event
 
 
 def resolve_hardware(hosts: Any) -> Hardware:

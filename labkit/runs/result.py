@@ -294,7 +294,7 @@ def stamp_text(results: Iterable[RunResult]) -> str:
         session = result.session
         device = str(session.get("device_name") or result.device)
         if result.info.get("hardware"):
-            device += f" · reckoned for {result.info['hardware']['name']}"
+            device += f" · estimated for {result.info['hardware']['name']}"
         cores = int(session.get("cores", 0)) if result.device == "cpu" else 0
         version = f"torch {session['torch']}" if "torch" in session else ""
         origin = device, len({*result.hosts} - {""}), cores, version, str(session.get("note") or "")

@@ -19,6 +19,7 @@ def candidate_scatter(
     budget_bytes: float,
     *,
     marks: str = "",
+    per: str = "",
     words: Mapping[int, str] | None = None,
     chosen: int | None = None,
     ax: Axes | None = None,
@@ -30,12 +31,18 @@ def candidate_scatter(
         frame: rows of ``labkit.SearchResult.frame``, of one kind of hosts and one number of ranks.
         budget_bytes: what a rank may take.
         marks: the column whose values have marks and colours of their own.
+        per: the column by which times are divided, such as ``batch`` where candidates train with
+            different ones.
         words: what stands beside a mark, by the number of its candidate.
         chosen: the number of the candidate with a ring around it.
         ax: where to draw.
     """
     ax = style.make_axes(ax)
-    rows = frame[frame["step_s"].notna()].to_dict("records")
+    shown = frame[frame["step_s"].notna()]
+    if per:
+        times = [name for name in ("step_s", "step_low_s", "step_high_s") if name in shown]
+        shown = shown.assign(**{name: shown[name] / shown[per] for name in times})
+    rows = shown.to_dict("records")
     unit, size = style.time_unit(min(row["step_s"] for row in rows))
     values = list(dict.fromkeys(row[marks] for row in rows)) if marks else [None]
     for row in rows:
@@ -79,7 +86,8 @@ def candidate_scatter(
                 ha="center",
                 **LABEL_STYLE,
             )
-    ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"time of a step, reckoned, {unit}")
+    of_what = f"estimated time of a step / {per}" if per else "estimated time of a step"
+    ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"{of_what}, {unit}")
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     if marks:

@@ -8,7 +8,7 @@ from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
 
 from labkit.plots import style
 
-ESTIMATE_NOTE = "reckoned, nothing was run · {}"
+ESTIMATE_NOTE = "estimated, nothing was run · {}"
 PART_COLOURS = {"compute": style.BLUE, "exposed": style.EXPOSURE_COLOUR}
 
 
@@ -85,7 +85,7 @@ def throughput_per_gpu(
         )
     counts = sorted({count for points in series.values() for count in points})
     ax.set(xscale="log", ylim=(0, 1.1), xlim=(counts[0] * 0.85, counts[-1] * 1.7), xlabel="GPUs")
-    ax.set_ylabel("tokens/s of a GPU, of those at first")
+    ax.set_ylabel("tokens/s of a GPU, relative to the fewest")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     _label_gpu_counts(ax, counts)
     style.add_legend_above(ax, 2)

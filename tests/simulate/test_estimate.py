@@ -14,7 +14,7 @@ from labkit import plots
 from labkit.__main__ import main
 from labkit_simulate import plots as simulate_plots
 from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block, read_memory_curve
-from labkit_simulate.estimate import compute_event_s, estimate_rank_step, read_events
+from labkit_simulate.estimate import KNOWN_LATENCIES_US, compute_event_s, estimate_rank_step, read_events
 from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.link_traffic import link_traffic_table
 from labkit_simulate.memory_fit import memory_fit
@@ -131,9 +131,18 @@ def test_a_step_has_a_range_which_is_wide_where_its_network_was_not_measured(sim
         low, step, high = estimate.low_s, estimate.time.step_s, estimate.high_s
         assert low < step / 1.04 and high > 1.04 * step
         widths[name] = high / low
-    assert widths["b200-8x"] <= 1.25**2 < widths["h100-8x"] <= 2.4**2
+    assert widths["b200-8x"] <= 1.25**2 < 2.4 < widths["h100-8x"]
     assert result.value("reckoned_step_low_s") == estimate_rank_step(result, "h100-8x").low_s
     assert result.value("reckoned_step_high_s") == estimate_rank_step(result, "h100-8x").high_s
+
+
+@pytest.mark.parametrize("latency_us", KNOWN_LATENCIES_US)
+def test_the_range_of_a_guessed_network_holds_those_of_all_known_networks(simulated, latency_us):
+    guessed = get_hardware("h100-8x")
+    for program in ("ddp", "fsdp"):
+        wide = estimate_rank_step(simulated(program), guessed)
+        known = estimate_rank_step(simulated(program), guessed.with_network(latency_us=latency_us, measured=True))
+        assert wide.low_s <= known.low_s * 1.0001 and known.high_s <= wide.high_s * 1.0001
 
 
 def test_other_hardware_needs_no_other_simulation(simulated):
@@ -143,7 +152,7 @@ def test_other_hardware_needs_no_other_simulation(simulated):
     assert again.value("reckoned_step_s") == pytest.approx(there.time.step_s) != first.value("reckoned_step_s")
     info = json.loads((again.folder / "run.json").read_text())
     assert info["hardware"]["name"] == "a100-8x" and info["ranks_per_host"] == 8
-    assert again.stamp.startswith("simulated · reckoned for a100-8x · 16 ranks on 2 hosts")
+    assert again.stamp.startswith("simulated · estimated for a100-8x · 16 ranks on 2 hosts")
     faster = estimate_rank_step(first, get_hardware("a100-8x", matmul_share=1.0))
     assert faster.time.step_s < there.time.step_s and faster.model_flops == there.model_flops
     alone = estimate_rank_step(first, "h100-8x", ranks_per_host=4)
@@ -168,7 +177,7 @@ def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
 
 def test_a_figure_of_the_time_line_is_drawn_and_stamped(simulated):
     ax = plots.timeline(simulated("hybrid"))
-    assert "reckoned for h100-8x" in ax.figure.get_supxlabel()
+    assert "estimated for h100-8x" in ax.figure.get_supxlabel()
     shown = [text.get_text() for text in ax.get_legend().get_texts()]
     assert {"forward", "backward", "optimizer", "all-gather", "reduce-scatter", "all-reduce"} < {*shown}
     assert any("exposed" in each for each in shown)

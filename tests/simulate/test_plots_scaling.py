@@ -21,7 +21,7 @@ def test_parts_of_a_step_add_up_and_say_how_much_is_waiting():
     ends = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_x() + bar.get_width(), 9)) for bar in ax.patches}
     assert ends == {(0, 0.3), (1, 0.3), (1, 0.4)}
     assert [text.get_text().strip() for text in ax.texts] == ["300 ms, 0% waiting", "400 ms, 25% waiting"]
-    assert ax.figure.get_supxlabel() == "reckoned, nothing was run · x"
+    assert ax.figure.get_supxlabel() == "estimated, nothing was run · x"
 
 
 def test_all_together_is_logarithmic_and_one_of_them_begins_at_zero():
@@ -31,7 +31,7 @@ def test_all_together_is_logarithmic_and_one_of_them_begins_at_zero():
     assert [label.get_text() for label in together.get_xticklabels()] == ["64", "128", "1,024"]
     each = plots.throughput_per_gpu({"weak": {64: 1.0, 128: 1.0, 1024: 0.5}}, note="x")
     assert each.get_ylim()[0] == 0 and [text.get_text().strip() for text in each.texts] == ["50%"]
-    assert "of those at first" in each.get_ylabel()
+    assert "relative to the fewest" in each.get_ylabel()
 
 
 def test_predictions_stand_at_their_ratio_within_the_band():
