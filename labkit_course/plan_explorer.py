@@ -36,9 +36,19 @@ class CandidateExplorer(Explorer):
     run_tip = "simulate the chosen one once more; nothing is measured"
     size = (8.5, 4.2)
 
-    def __init__(self, plan: labkit.SearchResult | None = None):
-        self.plan = plan or load_default_search()
-        self.controls = search_controls(self.plan)  # type: ignore[misc]  # of this plan
+    def __init__(
+        self, plan: labkit.SearchResult | None = None, *, budget_gib: int = 80, per: str = ""
+    ):
+        """Open a search.
+
+        Args:
+            plan: the search, by default the one that comes with labkit.
+            budget_gib: one of ``BUDGETS_GIB``, with which the explorer opens.
+            per: the field by which times are divided before they are compared, such as ``batch``
+                where candidates train with different ones.
+        """
+        self.plan, self.per = plan or load_default_search(), per
+        self.controls = search_controls(self.plan, budget_gib, per)  # type: ignore[misc]  # of this plan
         super().__init__()
 
     def candidate_rows(self, **chosen: Any) -> pandas.DataFrame:
@@ -49,6 +59,7 @@ class CandidateExplorer(Explorer):
         rows = frame[
             (frame["hardware"] == chosen["hardware"]) & (frame["world_size"].isin(chosen["ranks"]))
         ]
+        rows = rows.assign(compared_s=rows["step_s"] / (rows[self.per] if self.per else 1))
         rows = rows.sort_values(["fits", chosen["by"]], ascending=[False, True], kind="stable")
         if not rows["fits"].any():
             least = rows["needed_bytes"].min() / memory_fit.GIB
@@ -98,7 +109,13 @@ class CandidateExplorer(Explorer):
         )
         budget = chosen["budget_gib"] * memory_fit.GIB
         candidate_scatter(
-            rows, budget, marks=self._marker_column(), words=words, chosen=row["candidate"], ax=ax
+            rows,
+            budget,
+            marks=self._marker_column(),
+            per=self.per,
+            words=words,
+            chosen=row["candidate"],
+            ax=ax,
         )
         ax.set_xlim(
             right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / memory_fit.GIB
@@ -152,20 +169,20 @@ def load_default_search() -> labkit.SearchResult:
     return labkit.SearchResult.load(DEFAULT_FOLDER)
 
 
-def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
-    """Return the controls for a search."""
+def search_controls(plan: labkit.SearchResult, budget_gib: int, per: str) -> dict[str, Control]:
+    """Return the controls for a search; see ``CandidateExplorer``."""
     rows = plan.frame[plan.frame["step_s"].notna()]
     hosts, counts = plan.hardware_names, sorted({*rows["world_size"]})
     ranks = {str(count): (count,) for count in counts} | (
         {"all": tuple(counts)} if len(counts) > 1 else {}
     )
-    orders = {"time": "step_s", "cost": "device_s"}
+    orders = {f"time / {per}" if per else "time": "compared_s", "cost": "device_s"}
     return {
         "hardware": Control("hosts", hosts, hosts[0]),
         "ranks": Control("GPUs", ranks, tuple(counts)),
-        "budget_gib": Control("budget of a GPU, GiB", BUDGETS_GIB, 80),
+        "budget_gib": Control("budget of a GPU, GiB", BUDGETS_GIB, budget_gib),
         "price": Control("dollars for a GPU hour", GPU_HOUR_PRICES, None, only_drawn=True),
-        "by": Control("ranked by", orders, "step_s"),
+        "by": Control("ranked by", orders, "compared_s"),
         "place": Control(
             "chosen", dict(zip(PLACE_LABELS, range(len(PLACE_LABELS)), strict=True)), 0
         ),
@@ -174,7 +191,7 @@ def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
 
 def pareto_front(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Return the first few rows that no other beats in both time and memory, the fastest first."""
-    by_time = rows.sort_values(["step_s", "needed_bytes"])
+    by_time = rows.sort_values(["compared_s", "needed_bytes"])
     # The least memory of all configurations that are faster.
     least = by_time["needed_bytes"].cummin().shift()
     return by_time[least.isna() | (by_time["needed_bytes"] < least)].head(len(CANDIDATE_LETTERS))

@@ -11,7 +11,7 @@ import labkit
 from labkit.plots import style
 from labkit.plots.runs import comparison_row
 from labkit.runs.result import RunResult
-from labkit.theory.links import LL128, NCCL_PROTOCOLS, SIMPLE, Protocol
+from labkit.theory.links import LL, LL128, NCCL_PROTOCOLS, SIMPLE, Protocol
 from labkit_course.widgets.explorer import Control, Explorer, Measured, Numbers
 from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.step_time import COMPUTE_STREAM, collective_s
@@ -23,6 +23,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
     "as NCCL chooses": NCCL_PROTOCOLS,
     "Simple": (SIMPLE,),
+    "LL": (LL,),
     "LL128": (LL128,),
 }
 BAR_COLOURS = {

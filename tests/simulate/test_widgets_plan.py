@@ -57,6 +57,18 @@ def test_it_says_what_the_plan_says():
     assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]
 
 
+def test_times_are_compared_by_sequence_where_batches_differ():
+    by_step, by_share = CandidateExplorer(), CandidateExplorer(budget_gib=140, per="batch")
+    assert by_share.chosen["budget_gib"] == 140 and by_share.plan.frame["batch"].nunique() > 1
+    fitting = by_share.candidate_rows(**by_share.chosen).query("fits")
+    assert list(fitting["compared_s"]) == sorted(fitting["step_s"] / fitting["batch"])
+    figure, _ = drawn(by_share, **by_share.chosen)
+    (ring,) = [each for each in figure.axes[0].collections if each.get_sizes().tolist() == [160]]
+    assert ring.get_offsets()[0][1] == pytest.approx(1e3 * fitting["compared_s"].iloc[0])
+    assert figure.axes[0].get_ylabel() == "estimated time of a step / batch, ms"
+    assert "/" not in drawn(by_step, **by_step.chosen)[0].axes[0].get_ylabel()
+
+
 @pytest.mark.long  # the largest plan; test_planner.py compares smaller ones
 def test_the_plan_that_it_begins_with_is_what_simulate_says():
     plan = CandidateExplorer().plan
