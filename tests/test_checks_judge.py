@@ -77,7 +77,7 @@ IN_THE_NOTEBOOK = [
     (simulation.fewest_hosts, ()),
     (simulation.chosen, ()),
     (step_time.forward_s, ()),
-    (step_time.untold, ()),
+    (step_time.unbeaten, ()),
     (step_time.robust, ()),
     (step_time.defence, ()),
 ]

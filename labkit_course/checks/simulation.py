@@ -4,65 +4,35 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import labkit
 from labkit.errors import ParameterError
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
+from labkit_simulate import run_simulation
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.simulation import ALLOCATOR_FACTOR, RESERVED_GIB
 from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
 from launch.given import TRAIN
 
 LAB = "simulation"
 HOSTS = "h100-8x"
-# Exercise 1 simulates these; exercise 3 plans those.
-PEAKS = ((4, {"model": "tiny", "batch": 4}), (64, {"model": "tiny", "checkpointing": "full"}))
+# Exercise 2 simulates this; exercise 3 plans those.
+BLOCK: dict[str, Any] = {"layers": 1, "sequence": 128}
+MOST_CALLS = 4
+GROWING = "n hosts have 8 * n ranks, and n grows from one simulation to the next."
 CHOICES: dict[str, Any] = {"checkpointing": ["none", "full"], "batch": [1, 4], "layers": 2}
 PLAN_RANKS = 16
 # The task of exercise 4, and how near to the quickest way an answer has to come.
 RANKS, BUDGET_GIB, SEQUENCE, NEAR = 64, 24.0, 2048, 0.97
 NAMES = ("shard_over", "batch", "checkpointing")
-# A GPU's allocator takes at most this much more than the formula's tensors.
-ALLOCATOR_FACTOR, RESERVED_GIB = 1.1, 1.8
-
-
-@exercise
-def peak_bytes(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 1: the peak of rank 0 of (program, ranks, settings), by one simulation."""
-    for ranks, settings in PEAKS:
-        asked = f"{judge.answer_name(answer)} of {ranks} ranks with {settings}"
-        found = judge.call_answer(answer, TRAIN, ranks, dict(settings), in_words=asked)
-        sizes = _peaks(ranks, tuple(settings.items()))
-        likely = {
-            "That is a part of the peak. Which value has all of it?": sizes["parameters"],
-            "Do the settings reach the simulation?": sizes["without settings"],
-            "Of how many ranks is it one?": sizes["of two ranks"],
-        }
-        hint = judge.likely_hint(found, likely)
-        is_right = judge.is_close(found, sizes["total"], rtol=0, atol=0)
-        said = f"{asked} gave {judge.value_text(found)}"
-        expect(is_right, said, f"{sizes['total']:,}", hint)
-    return judge.passing_verdict(f"{len(PEAKS)} peaks agree, to the byte")
-
-
-@functools.cache
-def _peaks(ranks: int, settings: tuple[tuple[str, Any], ...]) -> dict[str, int]:
-    """Return the right peak, and those of likely mistakes."""
-    result = labkit.simulate(TRAIN, world_size=ranks, **dict(settings))
-    two = labkit.simulate(TRAIN, world_size=2, **dict(settings))
-    plain = labkit.simulate(TRAIN, world_size=ranks, model="tiny")
-    return {
-        "total": int(result.value("peak_total_bytes")),
-        "parameters": int(result.value("peak_parameter_bytes")),
-        "of two ranks": int(two.value("peak_total_bytes")),
-        "without settings": int(plain.value("peak_total_bytes")),
-    }
 
 
 @exercise
 def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
+    """Exercise 1: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
 
     def right_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float) -> int:
         return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))
@@ -81,6 +51,74 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
     said, expected = f"{asked} gave {judge.value_text(found)}", "None: no number of hosts is enough"
     expect(found is None, said, expected, hint)
     return judge.passing_verdict("4 cases agree, one of them without an answer")
+
+
+@exercise
+def first_that_fits(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 2: from a number of hosts on, the simulation of the first on which a rank fits."""
+    judge.raise_if_not_attempted(answer)
+    one, two = (_needed_gib(hosts) for hosts in (1, 2))
+    right = 2
+    # One host has too little room; then it would have enough, but the search begins with two.
+    for first, budget_gib in ((1, (one + two) / 2), (2, one + 1)):
+        asked = f"{judge.answer_name(answer)} from hosts={first} with {budget_gib:.2f} GiB"
+        with mock.patch.object(labkit, "simulate", _CountedSimulations()):
+            found = judge.call_answer(
+                answer, TRAIN, first, budget_gib, dict(BLOCK), in_words=asked, hint=GROWING
+            )
+        said = f"{asked} gave {judge.value_text(found)}"
+        wanted = f"the simulation of {8 * right} ranks"
+        is_result = isinstance(found, labkit.RunResult)
+        expect(is_result, said, wanted, "Return what labkit.simulate returns, not a number.")
+        said = f"{asked} gave the simulation of {found.world_size} ranks"
+        is_same = {name: found.params.get(name) for name in BLOCK} == BLOCK
+        expect(is_same, f"{said}, but with other settings", wanted, "Do the settings reach it?")
+        hint = "It needs more than the budget: memory_fit counts what is no tensor, too."
+        if found.world_size < 8 * first:
+            hint = "The search does not begin with the number of hosts that it was given."
+        elif found.world_size > 8 * right:
+            hint = "Fewer hosts are enough."
+        expect(found.world_size == 8 * right, said, wanted, hint)
+    return judge.passing_verdict("two searches end with the first number of hosts that is enough")
+
+
+class _CountedSimulations:
+    """Stand for ``labkit.simulate`` in a check: keep results, and end a search that never ends."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, program: Any, **settings: Any) -> labkit.RunResult:
+        self.calls += 1
+        ranks = settings.get("world_size")
+        if not isinstance(ranks, int) or ranks % 8:
+            raise RuntimeError(f"it simulates {ranks} ranks, which fill no hosts of 8")
+        if self.calls > MOST_CALLS:
+            raise RuntimeError(f"it simulated {MOST_CALLS} times, and went on")
+        return _simulate_once(program, tuple(sorted(settings.items())))
+
+
+@functools.cache
+def _simulate_once(program: Any, settings: tuple[tuple[str, Any], ...]) -> labkit.RunResult:
+    return run_simulation.simulate(program, **dict(settings))
+
+
+def _needed_gib(hosts: int) -> float:
+    """Return the GiB that a rank of the small case needs."""
+    settings = tuple(sorted({"world_size": 8 * hosts, **BLOCK}.items()))
+    fit = memory_fit(_simulate_once(TRAIN, settings))
+    return (fit.budget_bytes - fit.margin_bytes) / GIB
+
+
+def simulate_until_it_fits(
+    program: Any, hosts: int, budget_gib: float, settings: Mapping[str, Any]
+) -> labkit.RunResult:
+    """Return the right answer to exercise 2, for a learner who has none yet."""
+    while True:
+        result = labkit.simulate(program, world_size=8 * hosts, **settings)
+        if memory_fit(result, budget_gib):
+            return result
+        hosts += 1
 
 
 @exercise

@@ -43,28 +43,37 @@ def forward_s(answer: Callable[..., Any]) -> Verdict:
 
 
 @exercise
-def untold(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: the ways that may be the quickest, from their ranges (low, high)."""
+def unbeaten(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 2: the ways that no other beats on every network, from steps[way][network]."""
     cases = [
-        {"a": (1.0, 2.0), "b": (2.5, 4.0), "c": (1.5, 9.0)},
-        {"a": (1.0, 10.0), "b": (2.0, 3.0), "c": (4.0, 5.0)},
-        {"a": (5.0, 6.0), "b": (1.0, 2.0)},
+        {"a": {"near": 1.0, "far": 2.0}, "b": {"near": 3.0, "far": 4.0}},
+        {
+            "a": {"near": 1.0, "far": 9.0},
+            "b": {"near": 2.0, "far": 3.0},
+            "c": {"near": 2.5, "far": 8.0},
+        },
+        {
+            "a": {"x": 5.0, "y": 5.0, "z": 5.0},
+            "b": {"x": 4.0, "y": 6.0, "z": 4.0},
+            "c": {"x": 6.0, "y": 4.0, "z": 6.0},
+        },
     ]
-    for ranges in cases:
-        asked = judge.call_text(answer, ranges)
-        found = judge.call_answer(answer, dict(ranges), in_words=asked)
+    for steps in cases:
+        asked = judge.call_text(answer, steps)
+        given = {way: dict(each) for way, each in steps.items()}
+        found = judge.call_answer(answer, given, in_words=asked)
         said = f"{asked} gave {judge.value_text(found)}"
-        is_names = isinstance(found, list | tuple | set) and set(found) <= set(ranges)
-        expect(is_names, said, f"a list of some of {', '.join(ranges)}")
-        right = theory.untold(ranges)
+        is_names = isinstance(found, list | tuple | set) and set(found) <= set(steps)
+        expect(is_names, said, f"a list of some of {', '.join(steps)}")
+        right = theory.unbeaten(steps)
         extra, missing = set(found) - set(right), set(right) - set(found)
         hint = ""
         if extra:
-            hint = f"{min(extra)} takes at least longer than another takes at most."
+            hint = f"One other way is quicker than {min(extra)} on every network."
         elif missing:
-            hint = f"{min(missing)} may be as quick as any other: look at its low end."
+            hint = f"No single way is quicker than {min(missing)} on every network."
         expect(not extra and not missing, said, right, hint)
-    return judge.passing_verdict(f"{len(cases)} sets of ranges agree")
+    return judge.passing_verdict(f"{len(cases)} tables agree")
 
 
 @exercise

@@ -1,4 +1,4 @@
-"""Rules of labs 6 and 6b: hosts that a model needs, two streams, ranges, choices.
+"""Rules of labs 6 and 6b: hosts that a model needs, two streams, choices among networks.
 
 The full models are ``theory.step_time`` and ``theory.transformer``; a test compares these rules
 with them.
@@ -10,6 +10,9 @@ from dataclasses import replace
 
 from labkit_simulate.theory.hardware import Hardware
 from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
+
+ALLOCATOR_FACTOR, RESERVED_GIB = 1.1, 1.8
+"""The most that a GPU's allocator takes, as a multiple of the tensors, and what lies beside it."""
 
 
 def fewest_hosts(
@@ -40,13 +43,17 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
     return ends[-1]
 
 
-def untold(ranges: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the ways that may be the quickest, from the least and most seconds of each.
+def unbeaten(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the ways that no other way beats on every network.
 
-    A way is ruled out if another takes less at most than it takes at least.
+    Args:
+        steps: seconds by way and network; every way has the same networks.
     """
-    least_high = min(high for _, high in ranges.values())
-    return [name for name, (low, _) in ranges.items() if low <= least_high]
+    return [
+        way
+        for way, mine in steps.items()
+        if not any(all(other[each] < mine[each] for each in mine) for other in steps.values())
+    ]
 
 
 def robust(speeds: Mapping[str, Mapping[str, float]]) -> str:
@@ -83,3 +90,12 @@ def sharded_step_s(
     model = replace(LLAMA_2_7B, layers=layers or LLAMA_2_7B.layers)
     setup = TrainingSetup(model, batch, sequence, ranks, "none", shard_ranks=shard_over)
     return setup.estimate_step(hosts).time.step_s
+
+
+def sharded_step_gib(ranks: int, sequence: int, batch: int = 1) -> float:
+    """Return the GiB that a GPU needs for ``sharded_step_s`` of the whole model sharded over all.
+
+    The allocator and what lies outside it count, too, by the most that was seen on an H100.
+    """
+    setup = TrainingSetup(LLAMA_2_7B, batch, sequence, ranks, "none")
+    return ALLOCATOR_FACTOR * setup.peak_memory_bytes() / 2**30 + RESERVED_GIB

@@ -13,6 +13,7 @@
 #
 # - run a PyTorch program as one rank of many, without the others and without a GPU;
 # - say at which moment of a step a rank holds the most, and what more GPUs can do about it;
+# - find the smallest cluster on which a model fits, and confirm it before you pay;
 # - search mesh, batch and checkpointing for what fits and is quick;
 # - name what no simulation can know.
 #
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-from IPython.display import Code
+from IPython.display import Code, display
 from matplotlib import pyplot
 
 import labkit
 from labkit import doctor, plots
 from labkit.config import require
+from labkit.plots import style
 from labkit_course.checks import simulation as checks
 from labkit_course.checks.claims import claim, commit, prediction_text
 from labkit_course.plan_explorer import CandidateExplorer
@@ -93,8 +95,8 @@ plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
 # `FakeTensorMode` makes tensors with a shape and a dtype, but without memory. And a tracker adds up what the tensors
 # would hold. The next cell is rank 0 of 1024, which shards eight layers of 268 MB with FSDP2.
 #
-# Commit: of how many megabytes is a rank's shard of all the layers? And how many tensors of 268 MB does the rank hold
-# at its peak?
+# Commit: of how many megabytes is a rank's shard of all the layers? And how many tensors of 268 MB, a whole layer each,
+# does the rank hold at its peak? You can compute the first. The second is a bet.
 
 # %% tags=["commit"]
 mine_fake = commit(shard_mb=None, whole_layers=None)
@@ -184,44 +186,14 @@ Code(filename=TRAIN, language="python")
 # </details>
 #
 # `labkit.simulate(program, world_size=…, batch=…, …)` takes the program, the number of ranks and any field of its
-# `Config`. It plays rank 0, and returns what `labkit.run` returns. `result.summary()` shows all that was recorded, and
-# `result.value(name)` one of it.
+# `Config`. It plays rank 0, and returns what `labkit.run` returns: `result.summary()` shows all that was recorded, and
+# `result.value("peak_total_bytes")` the bytes that the rank holds at its peak, all kinds of tensors together.
 #
-# ### Exercise 1: the peak of one rank of many (•, {minutes} minutes)
-#
-# Simulate the program as one of `ranks`, with `settings`, a dict of fields of its `Config`. Return the bytes that the
-# rank holds at its peak, all kinds of tensors together.
-#
-# <details><summary>Hint 1</summary>
-#
-# Call `labkit.simulate(TRAIN, world_size=4, model="tiny").summary()` in a cell of your own, and read the names.
-#
-# </details>
-#
-# <details><summary>Hint 2</summary>
-#
-# A dict becomes keyword arguments with two asterisks. The value is called `peak_total_bytes`.
-#
-# </details>
-
-
-# %%
-def peak_bytes(program: Path, ranks: int, settings: dict[str, Any]) -> int:
-    ### BEGIN SOLUTION
-    result = labkit.simulate(program, world_size=ranks, **settings)
-    return int(result.value("peak_total_bytes"))
-    ### END SOLUTION
-
-
-# %%
-checks.peak_bytes(peak_bytes)
-
-# %% [markdown]
 # Why trust it? Because a small model can be held against real ranks. Two real ranks train it on this machine. Then
 # rank 0 is simulated, once as one of two and once as one of many.
 #
 # Commit: by how many bytes will the simulated peak of one of two be off? And how many times as large are a rank's
-# activations on 2 ranks as on 1024?
+# activations on 2 ranks as on 1024, if each rank has as many sequences of its own?
 
 # %% tags=["commit"]
 mine_same = commit(off_bytes=None, activations=None)
@@ -240,9 +212,7 @@ table = pandas.DataFrame({label: result.summary().loc[0] for label, result in se
 kinds = [f"peak_{kind}_bytes" for kind in ("total", "parameter", "optstate", "activation")]
 kinds += ["all_gather_count", "reduce_scatter_count", "all_gather_bytes"]
 counted = table.loc[kinds].astype(int)
-counted.map("{:,}".format)
-
-# %%
+display(counted.map("{:,}".format))
 totals, kept = counted.loc["peak_total_bytes"], counted.loc["peak_activation_bytes"]
 same = {"off_bytes": totals["2 simulated"] - totals["2 real"], "activations": kept["2 real"] / kept.iloc[2]}
 plots.comparison_table(same, yours=mine_same, column="found")
@@ -272,7 +242,8 @@ claim("the shards have become small", shards.iloc[2] < shards["2 real"] / 4)
 # Now Llama 2 7B itself, its first 8 of 32 blocks, on 64 GPUs with one sequence each. `checkpointing="full"` keeps only
 # what goes into each block, and computes the rest again in the backward pass.
 #
-# Commit: what is the peak of a rank in GB, without checkpointing and with it? A guess is enough.
+# Commit: what is the peak of a rank in GB, without checkpointing and with it? Both are bets. The figure will show them as
+# dashed lines.
 
 # %% tags=["commit"]
 mine_peaks = commit(none_gb=None, full_gb=None)
@@ -295,6 +266,8 @@ figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), layout="constrain
 _ = simulate_plots.memory_curve(kept_all, ax=above)
 _ = simulate_plots.memory_curve(recomputed, ax=below)
 _ = below.set_ylim(above.get_ylim())
+for ax, bet_gb in zip((above, below), mine_peaks.values(), strict=True):
+    _ = ax.axhline(bet_gb, **style.PREDICTION_STYLE) if bet_gb else None
 _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
 
 # %% [markdown]
@@ -303,8 +276,8 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 # Activations are nearly half of the upper peak, and less than a twentieth of the lower one.*
 #
 # Does it fit on a GPU? The memory of a GPU holds more than tensors: the allocator takes it in large pieces, and beside
-# that there are CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit` models the first and adds a
-# round number for the others.
+# that there are CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit(result, budget_gib)` models the
+# allocator and adds a round number for all else. What it returns counts as true if the rank fits:
 
 # %%
 for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
@@ -327,7 +300,7 @@ claim("in the last block but one", peak_phase_and_block(kept_all) == ("backward"
 # `shared_bytes`. The rest is the rank's own, whatever the number of ranks, such as activations and gathered units. Call
 # it `own_bytes`.
 #
-# ### Exercise 2: the smallest cluster (•, {minutes} minutes)
+# ### Exercise 1: the smallest cluster (•, {minutes} minutes)
 #
 # Hosts have 8 GPUs, and a rank may hold `budget_bytes`. Return the fewest hosts on which every rank finds room, or None
 # if no number of hosts is enough.
@@ -388,13 +361,12 @@ own_bytes = continued_bytes(32) - STATE_BYTES / RANKS
 reserve_bytes = memory_fit(kept_all).overhead_bytes
 count_hosts = fewest_hosts if hosts_verdict.ok else theory.fewest_hosts
 hosts = count_hosts(STATE_BYTES, own_bytes, BUDGET_GIB * GIB - reserve_bytes)
-print(f"of its own a rank holds {own_bytes / 1e9:.1f} GB, and {reserve_bytes / 1e9:.1f} GB are no tensors")
+sizes_gb = {"a rank's own": own_bytes, "the state of all": STATE_BYTES, "not tensors": reserve_bytes}
+print(", ".join(f"{name}: {size / 1e9:.1f} GB" for name, size in sizes_gb.items()))
 plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the function")
 
 # %% [markdown]
-# *The continued peak is equal to the byte.* It holds as long as the peak stays at the same moment of the step. What the
-# allocator keeps on top (section 4) is not counted here, so this is the least number of hosts to begin with: simulate that
-# choice before you pay, as in section 6.
+# *The continued peak is equal to the byte*, because the peak stays at the same moment of the step.
 #
 # <details><summary>And with sequences of twice the length, on as many GPUs as you like?</summary>
 #
@@ -403,8 +375,70 @@ plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the functi
 #
 # </details>
 #
+# The rule leaves out what the allocator keeps on top of the tensors. So the number of hosts is a claim, and you should
+# confirm it before you pay: simulate the whole model on exactly so many GPUs.
+#
+# ### Exercise 2: the first that fits (•, {minutes} minutes)
+#
+# Hosts have 8 GPUs. Beginning with `hosts`, simulate the program with `settings`, a dict of fields of its `Config`, and
+# add a host as long as it does not fit into `budget_gib`. Return the simulation of the first number of hosts that fits.
+#
+# <details><summary>Hint 1</summary>
+#
+# A loop: simulate, ask `memory_fit`, return or add a host. A dict becomes keyword arguments with two asterisks.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# `labkit.simulate(program, world_size=8 * hosts, **settings)` is what may have to be returned.
+#
+# </details>
+
+
+# %%
+def first_that_fits(program: Path, hosts: int, budget_gib: float, settings: dict[str, Any]) -> labkit.RunResult:
+    ### BEGIN SOLUTION
+    while True:
+        result = labkit.simulate(program, world_size=8 * hosts, **settings)
+        if memory_fit(result, budget_gib):
+            return result
+        hosts += 1
+    ### END SOLUTION
+
+
+# %%
+search_verdict = checks.first_that_fits(first_that_fits)
+search_verdict
+
+# %% [markdown]
+# Your function now simulates all 32 blocks, beginning with the number of hosts that the rule gave. Commit, from the
+# numbers printed above: what is the peak of a rank there, in GB?
+
+# %% tags=["commit"]
+mine_confirmed = commit(peak_gb=None)
+### BEGIN SOLUTION
+mine_confirmed = commit(peak_gb=15.5 + 107.8 / 16)
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+search = first_that_fits if search_verdict.ok else checks.simulate_until_it_fits
+confirmed = search(TRAIN, hosts, BUDGET_GIB, {"sequence": SEQUENCE}) if hosts else None
+if confirmed is None:
+    print("the rule says that no number of hosts is enough, so there is nothing to confirm")
+else:
+    print(f"{confirmed.world_size // 8} hosts, where the rule says {hosts}: {memory_fit(confirmed, BUDGET_GIB)}")
+    peak = {"peak_gb": confirmed.value("peak_total_bytes") / 1e9}
+    display(plots.comparison_table(peak, yours=mine_confirmed, tolerance=0.1, column="simulated"))
+
+# %% [markdown]
+# *Two hosts are confirmed, with 0.8 GB to spare. The peak is lower than own part and share together, because it comes
+# early in the backward pass, when hardly any gradient has been made:* a rank then holds 12 bytes of each parameter of its
+# share, and not 16. What is left over is less than the tenth that section 3 asks for, so a careful person tries one step
+# on two real hosts.
+#
 # *Takeaway: more GPUs shrink a rank's share and leave its own part as it is. If the own part alone is too large, no
-# cluster is large enough.*
+# cluster is large enough. A rule finds the number of hosts, and a simulation confirms it.*
 
 # %% tags=["claim"]
 claim("the continued peak is equal to the byte", continued_bytes(8) == few[8].value("peak_total_bytes"))
@@ -413,6 +447,11 @@ claim(
     hosts == theory.fewest_hosts(STATE_BYTES, own_bytes, BUDGET_GIB * GIB - reserve_bytes),
 )
 claim("twice the sequence fits on no cluster", 2 * own_bytes + reserve_bytes > BUDGET_GIB * GIB, where=TOLD)
+if TOLD and confirmed is not None:
+    claim("two hosts are confirmed", confirmed.world_size == 16 == 8 * hosts)
+    claim("with 0.8 GB to spare", 0.75e9 < memory_fit(confirmed, BUDGET_GIB).margin_bytes < 0.85e9)
+    twelve = own_bytes + 12 * LLAMA_2_7B.parameters / 16
+    claim("12 bytes of each parameter", abs(confirmed.value("peak_total_bytes") / twelve - 1) < 0.01)
 
 # %% [markdown]
 # ## 6. Choose ({minutes} minutes)
@@ -461,9 +500,14 @@ checks.quickest(quickest)
 # %% [markdown]
 # Now the task from the beginning. Twelve ways to train the whole model on the 64 GPUs are simulated: nothing, something
 # or everything recomputed, one sequence a GPU or four, sharded over all GPUs or over the 8 of a host. *Selective*
-# checkpointing keeps what is dear to compute again: attention, and every other GEMM.
+# checkpointing keeps what is expensive to compute again: attention, and every other GEMM.
 #
-# Commit: how many of the twelve fit into 24 GiB?
+# Commit: how many of the twelve fit into 24 GiB? You can rule out some: a rank's own part is 15.5 GB with one sequence
+# and nothing recomputed, and its share of the state is 107.8 GB divided by the GPUs that share it. The rest is a bet.
+#
+# The figure below the table shows the same twelve, with the time divided by the batch, so that ways with one sequence and
+# with four can be compared. What lies low is quick, and what lies to the left of the dashed line fits. Turn the budget,
+# and see what has to be given up.
 
 # %% tags=["commit"]
 mine_fitting = commit(fitting=None)
@@ -481,13 +525,8 @@ shown = rows[["checkpointing", "batch", "shard_over", "fits"]].assign(
     needed_gib=(rows["needed_bytes"] / GIB).round(1), step_s=rows["step_s"].round(3)
 )
 print(f"{rows['fits'].sum()} of {len(rows)} fit; you: {prediction_text(mine_fitting['fitting'])}")
-shown.sort_values("needed_gib", ignore_index=True)
-
-# %% [markdown]
-# The same twelve as a figure. Turn the budget, and see what has to be given up:
-
-# %%
-CandidateExplorer(found)
+display(shown.sort_values("needed_gib", ignore_index=True))
+CandidateExplorer(found, budget_gib=int(BUDGET_GIB), per="batch")
 
 # %% [markdown]
 # ### Exercise 4: your choice (••, {minutes} minutes)
@@ -504,8 +543,8 @@ CandidateExplorer(found)
 #
 # <details><summary>Hint 2</summary>
 #
-# Recomputing everything costs a quarter of the time. A larger batch only hides what little is exposed. So keep all
-# activations, if they fit, and find room elsewhere.
+# Recomputing everything makes a step about a quarter longer, and four sequences instead of one gain only 10 to 16 %. So
+# keep all activations, if they fit, and find room elsewhere.
 #
 # </details>
 
@@ -521,13 +560,17 @@ def chosen() -> dict[str, Any]:
 checks.chosen(chosen)
 
 # %% [markdown]
-# *Takeaway: recomputing costs time, sharding over more GPUs costs almost none at this size, and a larger batch gains
-# some of it back. So shard first, then shrink the batch, and recompute last.*
+# *Takeaway: recomputing everything costs a quarter of the time, sharding over all GPUs costs none here, and a larger batch
+# gains about a tenth. So shard first, then shrink the batch, and recompute last.*
 
 # %% tags=["claim"]
 speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}
-claim("recomputing everything costs a quarter", 1.2 < speeds["none", 1, None] / speeds["full", 1, None] < 1.35)
-claim("sharding over more GPUs costs almost no time", speeds["none", 1, None] > 0.97 * speeds["none", 1, 8])
+costs = [speeds["none", batch, over] / speeds["full", batch, over] for batch in (1, 4) for over in (None, 8)]
+claim("recomputing everything costs about a quarter", all(1.2 < each < 1.3 for each in costs))
+gains = [speeds[saved, 4, over] / speeds[saved, 1, over] for saved in ways["checkpointing"] for over in (None, 8)]
+claim("four sequences instead of one gain 10 to 16 %", 1.095 < min(gains) < max(gains) < 1.165)
+over_all = [speeds[saved, 1, None] / speeds[saved, 1, 8] for saved in ways["checkpointing"]]
+claim("sharding over all GPUs costs no time", min(over_all) > 1)
 fits = {(row.checkpointing, row.batch, row.shard_over): row.fits for row in rows.itertuples()}
 claim("one sequence and nothing recomputed fits, sharded over all", fits["none", 1, None] and not fits["none", 1, 8])
 claim("it beats four sequences with everything recomputed", speeds["none", 1, None] > speeds["full", 4, None])
@@ -601,7 +644,7 @@ claim("branching is", "clips.py:12" in said and "norm > 1" in said)
 #
 # 1. One process can play one rank of a thousand. Its bytes are those of a real rank, and cost nothing.
 # 2. A rank holds a share, which shrinks with the number of GPUs, and an own part, which does not.
-# 3. Shard first, shrink the batch next, recompute last, and let a plan try the combinations.
+# 3. Shard first, shrink the batch next, and recompute last. Confirm what a rule or a plan says by a whole simulation.
 #
 # | if | then |
 # |---|---|
@@ -614,6 +657,7 @@ claim("branching is", "clips.py:12" in said and "norm > 1" in said)
 lab_found = {
     "simulated bytes are those of real CPU ranks": both["2 real"].equals(both["2 simulated"]),
     "a continued peak is that of the whole": continued_bytes(8) == few[8].value("peak_total_bytes"),
+    "hosts by the rule, and by simulation": f"{hosts}, {confirmed and confirmed.world_size // 8}",
     "of twelve ways fit into 24 GiB": int(rows["fits"].sum()),
 }
 pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
@@ -642,8 +686,9 @@ pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 #
 # <details><summary>4. The simulation says that it fits, with 1 GB to spare. Do you rent?</summary>
 #
-# Not yet. The reserve for CUDA's context and NCCL is a round number, and fragments depend on the order of requests.
-# On an H100, decoders reserved 2 to 11 % more than labkit's model of the allocator.
+# Not yet, although the two hosts of section 5 had no more. The reserve for CUDA's context and NCCL is a round number,
+# and fragments depend on the order of requests. On an H100, decoders reserved 2 to 11 % more than labkit's model of the
+# allocator.
 #
 # </details>
 #

@@ -4,26 +4,10 @@ from answers import Exercise, changed
 from labkit_course.checks import simulation as checks
 
 HOSTS = "fewest_hosts(shared_bytes={}, own_bytes={}, budget_bytes={}) gave {}"
-PEAK = "peak_bytes of {} ranks with {} gave "
-TINY, RECOMPUTED = {"model": "tiny", "batch": 4}, {"model": "tiny", "checkpointing": "full"}
 CHOICE = 'return {{"shard_over": {}, "batch": {}, "checkpointing": "{}"}}'
 EXERCISES = [
     Exercise(
         "6.1",
-        "peak_bytes",
-        checks.peak_bytes,
-        {
-            PEAK.format(4, TINY) + "None": changed("06", "peak_bytes", ("return int", "int")),
-            PEAK.format(
-                64, RECOMPUTED
-            ): "return int(labkit.simulate(program, world_size=4, **settings).value('peak_total_bytes'))",
-            "peak_bytes of 4 ranks with {'model': 'tiny', 'batch': 4} raised": changed(
-                "06", "peak_bytes", ("peak_total_bytes", "peak_bytes")
-            ),
-        },
-    ),
-    Exercise(
-        "6.2",
         "fewest_hosts",
         checks.fewest_hosts,
         {
@@ -31,6 +15,30 @@ EXERCISES = [
             HOSTS.format(1280.0, 20.0, 60.0, 2): "return int(shared_bytes / budget_bytes / 8)",
             HOSTS.format(1281.0, 20.0, 60.0, 4): "return int(shared_bytes // (8 * (budget_bytes - own_bytes)))",
             "fewest_hosts(640.0, 60.0, 60.0) raised": "return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))",
+        },
+    ),
+    Exercise(
+        "6.2",
+        "first_that_fits",
+        checks.first_that_fits,
+        {
+            "first_that_fits from hosts=1 with 5.79 GiB gave MemoryFit(": changed(
+                "06", "first_that_fits", ("return result", "return memory_fit(result)")
+            ),
+            "first_that_fits from hosts=1 with 5.79 GiB raised RuntimeError: it simulates 1 ranks": changed(
+                "06", "first_that_fits", ("8 * hosts", "hosts")
+            ),
+            "first_that_fits from hosts=1 with 5.79 GiB raised RuntimeError: it simulated 4 times": changed(
+                "06", "first_that_fits", ("hosts += 1", "pass")
+            ),
+            "first_that_fits from hosts=1 with 5.79 GiB gave the simulation of 8 ranks": changed(
+                "06",
+                "first_that_fits",
+                ("memory_fit(result, budget_gib)", "result.value('peak_total_bytes') <= budget_gib * GIB"),
+            ),
+            "first_that_fits from hosts=2 with 6.96 GiB gave the simulation of 8 ranks": changed(
+                "06", "first_that_fits", ("while True", "hosts = 1\nwhile True")
+            ),
         },
     ),
     Exercise(

@@ -3,7 +3,11 @@
 from answers import Exercise, changed
 from labkit_course.checks import step_time as checks
 
-RANGES = "untold({'a': (1.0, 2.0), 'b': (2.5, 4.0), 'c': (1.5, 9.0)}) gave "
+FIRST_TABLE = "unbeaten({'a': {'near': 1.0, 'far': 2.0}, 'b': {'near': 3.0, 'far': 4.0}}) gave "
+SECOND_TABLE = (
+    "unbeaten({'a': {'near': 1.0, 'far': 9.0}, 'b': {'near': 2.0, 'far': 3.0}, 'c': {'near': 2.5, 'far': 8.0}}) gave "
+)
+THIRD_TABLE = "unbeaten({'a': {'x': 5.0, 'y': 5.0, 'z': 5.0}, 'b': {'x': 4.0, 'y': 6.0, 'z': 4.0}"
 FIRST = "robust({'a': {'near': 90.0, 'far': 40.0}, 'b': {'near': 100.0, 'far': 10.0}}) gave 'b'"
 SECOND = "robust({'a': {'near': 60.0, 'far': 40.0}, 'b': {'near': 100.0, 'far': 35.0}}) gave 'a'"
 DEFENCE = 'return {{"shard_over": {}, "low_ms": {}, "high_ms": {}}}'
@@ -24,15 +28,19 @@ EXERCISES = [
     ),
     Exercise(
         "6b.2",
-        "untold",
-        checks.untold,
+        "unbeaten",
+        checks.unbeaten,
         {
-            RANGES + "['a']": "return [min(ranges, key=lambda name: ranges[name][1])]",
-            RANGES + "['a', 'b', 'c']": "return list(ranges)",
-            "untold({'a': (1.0, 10.0), 'b': (2.0, 3.0), 'c': (4.0, 5.0)}) gave ['a', 'b', 'c']": (
-                "_, high = min(ranges.values())\nreturn [name for name, (low, _) in ranges.items() if low <= high]"
+            SECOND_TABLE + "['a', 'b', 'c']": (
+                "worst = min(max(each.values()) for each in steps.values())\n"
+                "return [way for way, each in steps.items() if min(each.values()) <= worst]"
             ),
-            RANGES + "'a'": "return min(ranges, key=lambda name: ranges[name][1])",
+            THIRD_TABLE: (
+                "networks = next(iter(steps.values()))\n"
+                "return sorted({min(steps, key=lambda way: steps[way][each]) for each in networks})"
+            ),
+            FIRST_TABLE + "[]": changed("06b", "unbeaten", ("<", "<=")),
+            FIRST_TABLE + "'a'": "return min(steps, key=lambda way: sum(steps[way].values()))",
         },
     ),
     Exercise(
