@@ -192,8 +192,8 @@ Code(filename=TRAIN, language="python")
 # Why trust it? Because a small model can be held against real ranks. Two real ranks train it on this machine. Then
 # rank 0 is simulated, once as one of two and once as one of many.
 #
-# Commit: by how many bytes will the simulated peak of one of two be off? And how many times as large are a rank's
-# activations on 2 ranks as on 1024, if each rank has as many sequences of its own?
+# Commit: by how many bytes will the simulated peak of one of two be off? That is a bet. And how many times as large are a
+# rank's activations on 2 ranks as on 1024, if each rank has as many sequences of its own?
 
 # %% tags=["commit"]
 mine_same = commit(off_bytes=None, activations=None)
@@ -265,9 +265,10 @@ plots.comparison_table(peaks, yours=mine_peaks, tolerance=0.1, column="simulated
 figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), layout="constrained")
 _ = simulate_plots.memory_curve(kept_all, ax=above)
 _ = simulate_plots.memory_curve(recomputed, ax=below)
-_ = below.set_ylim(above.get_ylim())
-for ax, bet_gb in zip((above, below), mine_peaks.values(), strict=True):
-    _ = ax.axhline(bet_gb, **style.PREDICTION_STYLE) if bet_gb else None
+top_gb = max(above.get_ylim()[1], *(1.1 * (bet_gb or 0) for bet_gb in mine_peaks.values()))
+for curve, bet_gb in zip((above, below), mine_peaks.values(), strict=True):
+    _ = curve.set_ylim(0, top_gb)
+    _ = curve.axhline(bet_gb, **style.PREDICTION_STYLE) if bet_gb else None
 _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
 
 # %% [markdown]
@@ -337,7 +338,7 @@ hosts_verdict
 # the model need not be simulated whole. Blocks are alike, so each further one adds the same to the peak. We take 4 and
 # 6 blocks, continue the line to 8 for a test, and then to all 32.
 #
-# Commit: on how many hosts does Llama 2 7B fit with 24 GiB a GPU, one sequence each and nothing recomputed?
+# Commit to a bet: on how many hosts does Llama 2 7B fit with 24 GiB a GPU, one sequence each and nothing recomputed?
 
 # %% tags=["commit"]
 mine_hosts = commit(hosts=None)
@@ -370,8 +371,8 @@ plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the functi
 #
 # <details><summary>And with sequences of twice the length, on as many GPUs as you like?</summary>
 #
-# The own part is mostly activations, which double, and then it is more than 24 GiB by itself. Then no number of hosts is enough, and
-# something has to be recomputed.
+# The own part is mostly activations, which double, and then it is more than 24 GiB by itself. Then no number of hosts is
+# enough, and something has to be recomputed.
 #
 # </details>
 #
