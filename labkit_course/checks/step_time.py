@@ -9,7 +9,7 @@ import labkit
 from labkit.errors import ParameterError
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
-from labkit_simulate.estimate import estimate_rank_step
+from labkit_simulate.estimate import RankStepEstimate, estimate_rank_step
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import Hardware, get_hardware
 from launch.given import TRAIN
@@ -149,21 +149,32 @@ def network(latency_us: float) -> Hardware:
 
 
 @functools.cache
-def simulated_ranges_ms(shard_over: int | None) -> dict[int, tuple[float, float]]:
-    """Return least and most milliseconds of the task's step by latency in microseconds."""
+def simulated_steps(shard_over: int | None) -> dict[int, RankStepEstimate]:
+    """Return the simulated step of the task by latency in microseconds."""
     how: dict[str, Any] = {"layers": LAYERS, "sequence": SEQUENCE, "shard_over": shard_over}
     result = labkit.simulate(TRAIN, world_size=RANKS, **how)
-    steps = {us: estimate_rank_step(result, network(us)) for us in LATENCIES_US}
+    return {us: estimate_rank_step(result, network(us)) for us in LATENCIES_US}
+
+
+def simulated_ranges_ms(shard_over: int | None) -> dict[int, tuple[float, float]]:
+    """Return least and most milliseconds of the task's step by latency in microseconds."""
+    steps = simulated_steps(shard_over)
     return {us: (1e3 * step.low_s, 1e3 * step.high_s) for us, step in steps.items()}
 
 
 def kept_parts(shard_over: int | None) -> dict[int, float]:
-    """Return by latency how much of the speed of the best size of a group is left."""
+    """Return by latency how much of the speed of the best size of a group is left.
+
+    The formula says which size is the best, and simulations how long both take, as in the lab.
+    """
     kept = {}
-    for latency_us in LATENCIES_US:
-        times_s = {
-            size: theory.sharded_step_s(size, RANKS, LAYERS, SEQUENCE, network(latency_us))
-            for size in {*SIZES, shard_over}
-        }
-        kept[latency_us] = min(times_s.values()) / times_s[shard_over]
+    for latency_us, step in simulated_steps(shard_over).items():
+        best = min(SIZES, key=lambda size: formula_step_s(size, latency_us))
+        best_s = min(simulated_steps(best)[latency_us].time.step_s, step.time.step_s)
+        kept[latency_us] = best_s / step.time.step_s
     return kept
+
+
+def formula_step_s(shard_over: int | None, latency_us: float) -> float:
+    """Return the seconds of the task's step from the shape of the model alone."""
+    return theory.sharded_step_s(shard_over, RANKS, LAYERS, SEQUENCE, network(latency_us))

@@ -552,10 +552,10 @@ shares.assign(worst=shares.min(axis=1)).rename_axis("shard_over, % of the best s
 # ### Exercise 4: the defence (••, {minutes} minutes)
 #
 # Somebody asks for 1024 GPUs, one sequence of 2048 tokens each, and the first 8 blocks of `train.py`: how should they
-# shard, and how long will a step take, on a network with 14 or with 434 µs? Return `shard_over`, `low_ms` and `high_ms`.
-# The check simulates your choice. It must reach 95 % of the best speed on both networks, and your range must hold the
-# step on both of them, error bounds included, without being more than a quarter wider at either end. The latency counts
-# as measured here, so collectives are off by a factor of 1.25 at most.
+# shard, and how long will a step take, on a network with 14 or with 434 µs? Return `shard_over`, `low_ms` and
+# `high_ms`. The check simulates your choice and the best ones. Yours must reach 95 % of the best speed on both
+# networks, and your range must hold the step on both of them, error bounds included, without being more than a quarter
+# wider at either end. The latency counts as measured here, so collectives are off by a factor of 1.25 at most.
 #
 # <details><summary>Hint 1</summary>
 #
