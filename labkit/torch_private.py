@@ -287,6 +287,7 @@ torch._inductor.graph
 torch._subclasses.fake_tensor
     FakeTensorMode: tensors have shapes and no memory
     FakeTensor: tells such a tensor from others
+    FakeTensorMode._prep_args_for_hash: replaced: reads arguments that were seen before, faster
     unset_fake_temporarily: gives tensors values where torch needs them
     DataDependentOutputException DynamicOutputShapeException: a program has read a value
 torch.testing._internal.distributed.fake_pg:FakeStore: a process group of one process

@@ -8,8 +8,9 @@ kinds of hosts.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from labkit.errors import ParameterError
@@ -28,12 +29,14 @@ from labkit_simulate.theory.step_time import (
     Group,
     Operator,
     StepTime,
+    Task,
     TimelineBar,
     WaitEvent,
     collective_s,
     make_group,
     operator_s,
     schedule_tasks,
+    scheduled_s,
     tasks_from_events,
 )
 
@@ -143,6 +146,7 @@ def estimate_rank_step(
     hosts: str | Hardware,
     rank: int | None = None,
     ranks_per_host: int | None = None,
+    events: StepEvents | None = None,
 ) -> RankStepEstimate:
     """Estimate the step time of a simulated rank.
 
@@ -151,6 +155,7 @@ def estimate_rank_step(
         hosts: hardware, or its name, such as "h100-8x".
         rank: a simulated rank; by default the first.
         ranks_per_host: by default as in the simulation.
+        events: those of the rank, if they have been read already.
 
     Raises:
         ParameterError: no such hardware, or ranks that do not fill its hosts.
@@ -158,33 +163,36 @@ def estimate_rank_step(
         ValueError: the hardware has no rate for the dtype of a product.
     """
     kind = resolve_hardware(hosts)
-    done = read_events(result, rank)
+    done = read_events(result, rank) if events is None else events
     on_host = ranks_on_each_host(
         result.world_size, ranks_per_host or result.info["ranks_per_host"], kind
     )
     machine = kind.for_rank(on_host)
     groups = [make_group(ranks, on_host) for ranks in done.groups]
-    timed, quick, slow = (
-        [event_for_hardware(event, groups, each) for event in done.events]
-        for each in (machine, *known_networks(machine))
-    )
+    seconds_of = operator_timer(machine)
+
+    def tasks_on(hardware: Hardware) -> list[Task]:
+        return tasks_from_events(
+            [event_for_hardware(event, groups, hardware, seconds_of) for event in done.events]
+        )
+
+    tasks = tasks_on(machine)
     crossing = {
         f"{COMMUNICATION_STREAM} {at}" for at, group in enumerate(groups) if group.hosts > 1
     }
-    unseen = set() if machine.tuning.network_measured else crossing
-    shortest = [bound_event(*each, unseen, min) for each in zip(timed, quick, strict=True)]
-    longest = [bound_event(*each, unseen, max) for each in zip(timed, slow, strict=True)]
-    time, least, most = (
-        schedule_tasks(tasks_from_events(events), overlaps=not machine.shared)
-        for events in (timed, shortest, longest)
+    overlaps = not machine.shared
+    time = schedule_tasks(tasks, overlaps=overlaps)
+    quick, slow = (tasks if each is machine else tasks_on(each) for each in known_networks(machine))
+    unseen: set[str] = set() if machine.tuning.network_measured else crossing
+    low_s, high_s = (
+        scheduled_s(tasks, seconds, overlaps=overlaps)
+        for seconds in error_bounds(tasks, quick, slow, unseen)
     )
     flops: Counter[str] = Counter()
     for operator, count in done.operator_counts:
         flops[operator.dtype] += int(count * operator.flops)
     dtype = max(flops, key=lambda name: flops[name], default="float32")
-    return RankStepEstimate(
-        machine, time, done.model_flops, dtype, low_s=least.step_s, high_s=most.step_s
-    )
+    return RankStepEstimate(machine, time, done.model_flops, dtype, low_s=low_s, high_s=high_s)
 
 
 def known_networks(machine: Hardware) -> list[Hardware]:
@@ -197,30 +205,30 @@ def known_networks(machine: Hardware) -> list[Hardware]:
     return [machine.with_network(latency_us=each) for each in KNOWN_LATENCIES_US]
 
 
-def bound_event(
-    event: Event, known: Event, unseen: set[str], furthest: Callable[[float, float], float]
-) -> Event:
-    """Return the event as short, or as long, as held-out residuals allow.
+def error_bounds(
+    tasks: Sequence[Task], quick: Sequence[Task], slow: Sequence[Task], unseen: set[str]
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of the tasks as short and as long as held-out residuals allow.
 
     Args:
-        event: with its seconds on the hardware.
-        known: the same event on the quickest, or the slowest, network that is known.
+        tasks: with their seconds on the hardware.
+        quick: the same on the quickest network that is known.
+        slow: the same on the slowest.
         unseen: streams whose network nobody measured. It may be off by as much as others were, and
             may be as quick or as slow as any that is known.
-        furthest: ``min`` for the shortest, ``max`` for the longest.
     """
-
-    def stretched(seconds: float, factor: float) -> float:
-        return furthest(seconds / factor, seconds * factor)
-
-    if isinstance(event, ComputeEvent):
-        return replace(event, seconds=stretched(event.seconds, COMPUTE_ERROR))
-    if isinstance(event, CollectiveEvent) and isinstance(known, CollectiveEvent):
-        seconds = stretched(known.seconds, LINK_ERROR)
-        if event.stream in unseen:
-            seconds = furthest(seconds, stretched(event.seconds, UNSEEN_NETWORK_ERROR))
-        return replace(event, seconds=seconds)
-    return event
+    low, high = [], []
+    for task, least, most in zip(tasks, quick, slow, strict=True):
+        if task.stream == COMPUTE_STREAM:
+            shortest, longest = task.seconds / COMPUTE_ERROR, task.seconds * COMPUTE_ERROR
+        else:
+            shortest, longest = least.seconds / LINK_ERROR, most.seconds * LINK_ERROR
+        if task.stream in unseen:
+            shortest = min(shortest, task.seconds / UNSEEN_NETWORK_ERROR)
+            longest = max(longest, task.seconds * UNSEEN_NETWORK_ERROR)
+        low.append(shortest)
+        high.append(longest)
+    return low, high
 
 
 def resolve_hardware(hosts: Any) -> Hardware:
@@ -249,13 +257,15 @@ def ranks_on_each_host(world_size: int, ranks_per_host: int, kind: Hardware) -> 
 
 
 def event_for_hardware(
-    event: Mapping[str, Any], groups: Sequence[Group], machine: Hardware
+    event: Mapping[str, Any],
+    groups: Sequence[Group],
+    machine: Hardware,
+    seconds_of: Callable[..., float],
 ) -> Event:
-    """Give a recorded event its duration on this hardware."""
+    """Give a recorded event its duration on this hardware; ``seconds_of`` is its operators'."""
     if "work" in event:
-        return ComputeEvent(
-            f"{event['phase']} {event['work']}", compute_event_s(event["operators"], machine)
-        )
+        seconds = sum(count * seconds_of(*fields) for *fields, count in event["operators"])
+        return ComputeEvent(f"{event['phase']} {event['work']}", seconds)
     if "call" in event:
         group = groups[event["group"]]
         return CollectiveEvent(
@@ -268,16 +278,19 @@ def event_for_hardware(
     return WaitEvent(event["wait"]) if "wait" in event else BackwardEvent()
 
 
-def compute_event_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> float:
-    """Return the seconds of a stretch of work; views and the like launch no kernel and take
-    none.
+def operator_timer(machine: Hardware) -> Callable[..., float]:
+    """Return a function from the fields of an operator to its seconds on this hardware.
+
+    Views and the like launch no kernel and take none. Blocks repeat operators, so it remembers.
     """
-    total = 0.0
-    for *fields, count in operators:
+
+    @cache
+    def seconds_of(*fields: Any) -> float:
         operator = Operator(*fields)
-        if machine.shared or operator.flops or operator.moved_bytes:
-            total += count * operator_s(operator, machine)
-    return total
+        is_kernel = machine.shared or operator.flops or operator.moved_bytes
+        return operator_s(operator, machine) if is_kernel else 0.0
+
+    return seconds_of
 
 
 def write_estimate(result: RunResult, hosts: Hardware) -> None:

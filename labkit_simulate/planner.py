@@ -26,7 +26,13 @@ from labkit.runs.folder import runs_folder
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import even_share
 from labkit_simulate.block_memory import peak_phase_and_block
-from labkit_simulate.estimate import estimate_rank_step, ranks_on_each_host, resolve_hardware
+from labkit_simulate.estimate import (
+    StepEvents,
+    estimate_rank_step,
+    ranks_on_each_host,
+    read_events,
+    resolve_hardware,
+)
 from labkit_simulate.extrapolate import (
     MAX_BLOCKS_TO_SIMULATE_WHOLE,
     SMALL_BLOCK_COUNTS,
@@ -244,7 +250,8 @@ def candidate_with_outcome(
             "ahead": largest_prefetch_bytes(outcome),
         }
         peak_in = " ".join(filter(None, peak_phase_and_block(outcome)))
-        times = {machine.name: estimate_times(outcome, machine) for machine in machines}
+        events = read_events(outcome)
+        times = {machine.name: estimate_times(outcome, machine, events) for machine in machines}
     # The simulation failed, reported no memory, or the hardware has no rate for a dtype.
     except (LabError, ValueError) as error:
         return replace(candidate, reason=str(error).partition("\n")[0])
@@ -253,9 +260,9 @@ def candidate_with_outcome(
     )
 
 
-def estimate_times(result: RunResult, machine: Hardware) -> dict[str, float]:
+def estimate_times(result: RunResult, machine: Hardware, events: StepEvents) -> dict[str, float]:
     """Return the estimates of a step on a kind of hosts, and its memory."""
-    step = estimate_rank_step(result, machine)
+    step = estimate_rank_step(result, machine, events=events)
     return {
         "step_s": step.time.step_s,
         "step_low_s": step.low_s,

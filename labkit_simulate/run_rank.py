@@ -32,6 +32,7 @@ from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.meter import SimulationMeter
 from labkit_simulate.patch_ddp import patch_reducer
+from labkit_simulate.patch_fake_tensors import patch_fake_tensors
 from labkit_simulate.patch_training import (
     drop_arguments,
     patch_training_functions,
@@ -123,6 +124,7 @@ def patch_torch(rank: int, world_size: int) -> None:
     replace("no_grad_trunc_normal_", lambda tensor, *unused, **others: tensor)
     wrap("swap_tensors", wrap_swap_tensors)
     replace("torch:compile", refuse_to_compile)
+    patch_fake_tensors()
     patch_fsdp.patch_sharding()
     patch_reducer()
     patch_training_functions()

@@ -17,6 +17,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from labkit.theory.overlap import uncovered_in_turn
 from labkit_simulate.theory.hardware import Hardware
@@ -134,17 +135,17 @@ class StepTime:
 
     bars: Sequence[TimelineBar]
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Duration of the step."""
         return max((bar.end_s for bar in self.bars), default=0.0)
 
-    @property
+    @cached_property
     def compute_s(self) -> float:
         """Time with computation."""
         return busy_s(bar for bar in self.bars if bar.stream == COMPUTE_STREAM)
 
-    @property
+    @cached_property
     def communication_s(self) -> float:
         """Time with communication."""
         return busy_s(bar for bar in self.bars if bar.stream != COMPUTE_STREAM)
@@ -197,19 +198,36 @@ def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTim
     Raises:
         ValueError: a task depends on itself or a later one.
     """
+    seconds = [task.seconds for task in program]
+    starts = _task_starts(program, seconds, overlaps)
+    bars = [
+        TimelineBar(task.stream, task.name, start, task.seconds)
+        for task, start in zip(program, starts, strict=True)
+    ]
+    return StepTime(sorted(bars, key=lambda bar: bar.start_s))
+
+
+def scheduled_s(program: Sequence[Task], seconds: Sequence[float], *, overlaps: bool) -> float:
+    """Return when the last task ends if the tasks take these seconds instead of their own."""
+    starts = _task_starts(program, seconds, overlaps)
+    return max((start + own for start, own in zip(starts, seconds, strict=True)), default=0.0)
+
+
+def _task_starts(
+    program: Sequence[Task], seconds: Sequence[float], overlaps: bool
+) -> Sequence[float]:
+    starts: list[float] = []
     ends: list[float] = []
     free: dict[str, float] = {}
-    bars = []
     for place, task in enumerate(program):
         if any(not 0 <= earlier < place for earlier in task.after):
             rule = "it can only wait for those before it"
             raise ValueError(f"task {place} ({task.name}) waits for {task.after}: {rule}")
         stream = task.stream if overlaps else ""
-        start_s = max([free.get(stream, 0.0), *(ends[earlier] for earlier in task.after)])
-        bars.append(TimelineBar(task.stream, task.name, start_s, task.seconds))
-        ends.append(start_s + task.seconds)
+        starts.append(max([free.get(stream, 0.0), *(ends[earlier] for earlier in task.after)]))
+        ends.append(starts[-1] + seconds[place])
         free[stream] = ends[-1]
-    return StepTime(sorted(bars, key=lambda bar: bar.start_s))
+    return starts
 
 
 @dataclass(frozen=True)

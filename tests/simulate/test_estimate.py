@@ -14,7 +14,7 @@ from labkit import plots
 from labkit.__main__ import main
 from labkit_simulate import plots as simulate_plots
 from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block, read_memory_curve
-from labkit_simulate.estimate import KNOWN_LATENCIES_US, compute_event_s, estimate_rank_step, read_events
+from labkit_simulate.estimate import KNOWN_LATENCIES_US, estimate_rank_step, operator_timer, read_events
 from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.link_traffic import link_traffic_table
 from labkit_simulate.memory_fit import memory_fit
@@ -253,9 +253,10 @@ def test_what_only_chooses_overwrites_or_makes_room_moves_no_more_than_that():
 
 
 def test_a_view_is_no_kernel_of_a_gpu_and_has_its_price_on_cores():
-    views, product = [["view", 0.0, 0, "float32", 1000]], [["mm", 2e9, 0, "float32", 1]]
-    assert compute_event_s(views, H100) == 0 < compute_event_s(product, H100)
-    assert compute_event_s(views, get_hardware("laptop")) == pytest.approx(1000 * get_hardware("laptop").operator_s)
+    view, product = ("view", 0.0, 0, "float32"), ("mm", 2e9, 0, "float32")
+    assert operator_timer(H100)(*view) == 0 < operator_timer(H100)(*product)
+    laptop = get_hardware("laptop")
+    assert operator_timer(laptop)(*view) == pytest.approx(laptop.operator_s)
 
 
 @pytest.mark.parametrize("lab", ["fsdp", "two_dim", "ddp", "plain"])

@@ -38,6 +38,7 @@ from labkit_simulate.theory.step_time import (
     make_group,
     operator_s,
     schedule_tasks,
+    scheduled_s,
     tasks_from_events,
 )
 from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, TrainingSetup
@@ -146,6 +147,17 @@ def test_streams_overlap_as_the_buckets_of_lab_4_do(seed, hidden):
     assert step.step_s == pytest.approx(step.compute_s + step.exposed_s)
     if not hidden:
         assert step.overlap_s == pytest.approx(0.0)
+
+
+def test_a_program_with_other_seconds_ends_when_its_time_line_would():
+    program = fsdp_tasks([UnitTimes(f"{i}", 2.0 + i, 3.0, 5.0, 1.0, replicate_s=i) for i in range(4)], update_s=1.0)
+    seconds = [1.5 * task.seconds if task.stream == COMPUTE_STREAM else task.seconds / 3 for task in program]
+    changed = [replace(task, seconds=own) for task, own in zip(program, seconds, strict=True)]
+    for overlaps in (True, False):
+        whole = schedule_tasks(changed, overlaps=overlaps).step_s
+        assert scheduled_s(program, seconds, overlaps=overlaps) == whole
+        assert whole != schedule_tasks(program, overlaps=overlaps).step_s
+    assert scheduled_s([], [], overlaps=True) == 0
 
 
 def test_a_task_waits_only_for_what_came_before_it():
