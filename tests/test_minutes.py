@@ -107,7 +107,7 @@ def test_the_readme_gets_the_minutes_of_the_core(path):
 
 
 def test_the_readme_names_the_minutes_that_the_labs_take():
-    assert build.stale_minutes(LABS) == []
+    assert build.stale_readme(LABS) == []
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)

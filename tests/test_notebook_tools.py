@@ -140,6 +140,48 @@ def test_the_learners_notebook_alone_begins_with_that_cell_once_whatever_is_abov
     assert source.INSTALL_ID not in [cell.id for cell in solved]
 
 
+ADDRESS = {"urls": {"Source": "https://github.com/someone/labkit"}}
+README = "# labkit\n\nLearn.\n```\ngit clone <this repository> labkit && cd labkit\n```\n"
+
+
+def test_badges_and_clone_follow_the_repositorys_address_and_go_with_it(repository):
+    line = source.badges(ADDRESS, "notebooks/00_ranks.ipynb")
+    assert "(https://colab.research.google.com/github/someone/labkit/blob/main/notebooks/00_ranks.ipynb)" in line
+    assert "(https://mybinder.org/v2/gh/someone/labkit/main?labpath=notebooks/00_ranks.ipynb)" in line
+    assert "(https://codespaces.new/someone/labkit)" in line
+    with_badges = build.with_address(README, ADDRESS)
+    assert with_badges == README.replace("\n\nLearn", f"\n\n{line}\n\nLearn").replace(
+        "<this repository>", "https://github.com/someone/labkit"
+    )
+    assert build.with_address(with_badges, ADDRESS) == with_badges
+    assert build.with_address(with_badges, {}) == README
+    readme = (repository / "README.md").read_text()
+    assert len(build.with_address(readme, {"urls": {"Source": f"https://github.com/{'x' * 30}/labkit"}})) <= 4000
+
+
+@pytest.mark.parametrize("address", ["https://github.com/someone/labkit.git", "https://github.com/someone/labkit/"])
+def test_an_address_may_end_as_one_copies_it(address):
+    assert source.badges({"urls": {"Source": address}}, "x") == source.badges(ADDRESS, "x")
+
+
+def test_no_badge_where_the_services_know_no_such_repository():
+    assert source.badges({}, "x") == source.badges({"urls": {"Source": "https://example.org/labkit"}}, "x") == ""
+
+
+def test_a_learners_notebook_has_its_badges_below_the_title(folder, monkeypatch):
+    path = folder / "src" / "07_sample.py"
+    without = source.learner_notebook(path)
+    pyproject = folder / "pyproject.toml"
+    pyproject.write_text('[project]\nurls = { Source = "https://github.com/someone/labkit" }\n')
+    monkeypatch.setattr(source, "PYPROJECT", pyproject)
+    learner = source.learner_notebook(path)
+    assert [cell.id for cell in learner.cells].index(source.BADGES_ID) == 1
+    assert "blob/main/notebooks/07_sample.ipynb)" in learner.cells[1].source
+    ours, theirs = ({cell.id for cell in each.cells} for each in (without, learner))
+    assert theirs - ours == {source.BADGES_ID}, "no other cell looks new to a learner's copy"
+    assert source.BADGES_ID not in {cell.id for cell in source.solved_notebook(path).cells}
+
+
 def test_same_source_same_bytes_and_ids_that_last(folder):
     path = folder / "src" / "07_sample.py"
     before = source.learner_notebook(path)

@@ -17,7 +17,9 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import nbformat
@@ -30,15 +32,18 @@ from labkit.runs.result import load
 from notebooks.tools import minutes
 from notebooks.tools.execute import CellFailed, execute, strip
 from notebooks.tools.source import (
+    PYPROJECT,
     Lab,
     Notebook,
     SourceError,
     as_text,
+    badges,
     find_labs,
     inputs,
     learner_notebook,
     read_source,
     solved_notebook,
+    source_address,
 )
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -66,14 +71,14 @@ def main(
     try:
         labs = find_labs(folder, names)
         if check:
-            found = [line for lab in labs for line in stale(lab)] + stale_minutes(labs)
+            found = [line for lab in labs for line in stale(lab)] + stale_readme(labs)
             print("\n".join(found) or f"up to date: {', '.join(lab.name for lab in labs) or 'nothing to do'}")
             return 1 if found else 0
         for lab in labs:
             write_learner(lab)
             if not learner:
                 write_solved(lab)
-        write_minutes_of_readme(labs)
+        write_readme(labs)
     except (SourceError, CellFailed) as error:
         print(error, file=sys.stderr)
         return 1
@@ -117,11 +122,29 @@ def write_solved(lab: Lab) -> None:
     print(f"wrote {lab.solved}: {len(text) / 1024:.0f} KiB, {time.perf_counter() - start_s:.0f} s")
 
 
-def write_minutes_of_readme(labs: list[Lab]) -> None:
-    """Write the minutes of these labs into the README's table."""
+def write_readme(labs: list[Lab]) -> None:
+    """Write into the README what the build knows: these labs' minutes, and the repository's address."""
     readme = README.read_text()
-    if (changed := with_minutes(readme, labs)) != readme:
+    if (changed := as_built(readme, labs)) != readme:
         README.write_text(changed)
+
+
+def as_built(readme: str, labs: list[Lab]) -> str:
+    """The README with what the build knows."""
+    return with_address(with_minutes(readme, labs), tomllib.loads(PYPROJECT.read_text())["project"])
+
+
+def with_address(readme: str, project: dict[str, Any]) -> str:
+    """The README with the repository's address where it is cloned, and badges that open lab 0 below the title.
+
+    Args:
+        readme: its text, with another address or none.
+        project: that table of pyproject.toml; without an address there, the README has no badges.
+    """
+    line = badges(project, "notebooks/00_ranks.ipynb")
+    readme = re.sub(r"^(# .*\n)(\n\[!\[.*\n)?", rf"\g<1>\n{line}\n" if line else r"\g<1>", readme)
+    address = source_address(project) or "<this repository>"
+    return re.sub(r"git clone (<.*?>|\S+) labkit", f"git clone {address} labkit", readme)
 
 
 def with_minutes(readme: str, labs: list[Lab]) -> str:
@@ -132,10 +155,10 @@ def with_minutes(readme: str, labs: list[Lab]) -> str:
     return readme
 
 
-def stale_minutes(labs: list[Lab]) -> list[str]:
-    """A line if the README names other minutes than the labs take."""
+def stale_readme(labs: list[Lab]) -> list[str]:
+    """A line if the README says something else than the build would write."""
     readme = README.read_text()
-    return [] if readme == with_minutes(readme, labs) else [f"{README} names other minutes; {REGENERATE}"]
+    return [] if readme == as_built(readme, labs) else [f"{README} is not as built; {REGENERATE}"]
 
 
 def disturbed_runs() -> list[str]:

@@ -7,6 +7,7 @@ name, and metadata is reduced to the kernel's name, the cells' tags and what mar
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +33,13 @@ from importlib.util import find_spec
 
 if not find_spec("labkit"):
     get_ipython().run_line_magic("pip", "install --quiet {what}")"""
-INSTALL_ID = "install-labkit"
+INSTALL_ID, BADGES_ID = "install-labkit", "badges"
+# Who opens a notebook of a repository on GitHub: name, picture, and address with the repository's and notebook's names.
+SERVICES = (
+    ("Colab", "colab.research.google.com/assets/colab-badge.svg", "colab.research.google.com/github/{}/blob/main/{}"),
+    ("Binder", "mybinder.org/badge_logo.svg", "mybinder.org/v2/gh/{}/main?labpath={}"),
+    ("Codespaces", "github.com/codespaces/badge.svg", "codespaces.new/{}"),
+)
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
@@ -91,7 +98,10 @@ def learner_notebook(path: Path) -> Notebook:
     set_ids(notebook)
     exercises.mark(notebook, path.stem, PLACEHOLDER)
     first_code = next((place for place, cell in enumerate(cells) if cell.cell_type == "code"), len(cells))
-    notebook.cells.insert(first_code, install_cell(tomllib.loads(PYPROJECT.read_text())["project"]))
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    notebook.cells.insert(first_code, install_cell(project))
+    if line := badges(project, f"notebooks/{path.stem}.ipynb"):
+        notebook.cells.insert(min(1, first_code), nbformat.v4.new_markdown_cell(line, id=BADGES_ID))
     return notebook
 
 
@@ -102,12 +112,33 @@ def install_cell(project: dict[str, Any]) -> Notebook:
         project: that table of pyproject.toml. Without an address there, the cell takes a wheel that lies beside the
             notebook; by its name alone, pip might find a stranger's package.
     """
-    address = project.get("urls", {}).get("Source")
+    address = source_address(project)
     whence, what = (
         ("from its repository", f"git+{address}") if address else ("from a wheel in this folder", "labkit-*.whl")
     )
     text = INSTALL.format(whence=whence, what=what)
     return nbformat.v4.new_code_cell(text, id=INSTALL_ID, metadata={"jupyter": {"source_hidden": True}})
+
+
+def badges(project: dict[str, Any], notebook: str) -> str:
+    """Badges that open a notebook on services which run it, as one line of Markdown, or "" without an address.
+
+    Args:
+        project: that table of pyproject.toml.
+        notebook: its path in the repository.
+    """
+    on_github = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", source_address(project))
+    if not on_github:  # the services know repositories by their names there
+        return ""
+    return " ".join(
+        f"[![Open in {name}](https://{image})](https://{link.format(on_github[1], notebook)})"
+        for name, image, link in SERVICES
+    )
+
+
+def source_address(project: dict[str, Any]) -> str:
+    """The repository's address in pyproject.toml's table of the project, or "" while it has none."""
+    return str(project.get("urls", {}).get("Source", ""))
 
 
 def to_be_opened(answer: str) -> Notebook:
