@@ -26,6 +26,7 @@ from typing import Literal
 import psutil
 
 from labkit import compile_cache, requirements, torch_private
+from labkit.launcher.progress import in_kernel
 from labkit.requirements import MIN_TORCH_VERSION, UNTESTED_TORCH_VERSION, parse_version
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
@@ -256,7 +257,9 @@ def check_loopback() -> Finding:
 
 def check_jupyter() -> Finding:
     """Check for the packages that open, run and verify the notebooks."""
-    missing = [name for name in JUPYTER_PACKAGES if importlib.util.find_spec(name) is None]
+    # In an open notebook nothing is left to be opened: Colab has none of the others.
+    names = ("ipywidgets",) if in_kernel() else JUPYTER_PACKAGES
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         seen = f"{', '.join(missing)} missing; rank programs run all the same"
         return Finding("FAIL", "Jupyter", seen, "pip install 'labkit[notebook]'", "all notebooks")

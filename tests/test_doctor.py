@@ -156,6 +156,12 @@ def test_missing_jupyter_package_is_named(monkeypatch):
     assert "no_such_package" in finding.detail and "jupyterlab" not in finding.detail
 
 
+def test_a_notebook_that_is_open_needs_nothing_to_open_it(monkeypatch):
+    monkeypatch.setattr(doctor, "JUPYTER_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(doctor, "in_kernel", lambda: True)
+    assert doctor.check_jupyter().status == "OK", "as on Google Colab, which has no JupyterLab"
+
+
 def test_no_loopback_interface_fails_all_labs(monkeypatch):
     monkeypatch.setattr(doctor.psutil, "net_if_addrs", dict)
     finding = doctor.check_loopback()
