@@ -371,11 +371,13 @@ def _read_table() -> Iterator[PrivateName]:
         yield PrivateName(path, "replaced: a mesh is made of values in tensors", lost)
     device_names = [f"{kind}.{name}" for kind, names in DEVICE_FUNCTIONS.items() for name in names]
     for name in (*device_names, *DEVICE_QUESTIONS):
-        # torch 2.11 has no torch.accelerator.empty_host_cache.
-        seen = SEEN[1:] if name.endswith("empty_host_cache") else SEEN
-        yield PrivateName(f"torch:{name}", "replaced: a simulated rank has a GPU", lost, seen)
+        yield PrivateName(f"torch:{name}", "replaced: a simulated rank has a GPU", lost)
     for path in SLOW_MODULES:
         yield PrivateName(path, "imported once for all ranks", "every run")
 
 
-PRIVATE_NAMES = tuple(_read_table())
+NEW_IN_2_12 = ("empty_host_cache", "estimate_roofline_runtime_ms")
+PRIVATE_NAMES = tuple(
+    each._replace(seen=SEEN[1:] if each.path.endswith(NEW_IN_2_12) else SEEN)
+    for each in _read_table()
+)
