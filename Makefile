@@ -159,6 +159,7 @@ $(VENV)/grade/.installed: $(INSTALLED)
 # Sphinx is for the book alone, so that nothing else waits for it.
 $(VENV)/.book-installed: $(INSTALLED)
 	@$(PIP) -q -e '.[book]'
+	@$(RUN) docs.book.browser_python
 	@touch $@
 
 # With TORCH, the pinned versions but another torch, which may want another setuptools.

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from docs.book import browser_python, explorers
 from docs.book.labs import LabError
 from docs.book.pages import ROOT, gather
 from docs.book.slides import write_slides
@@ -23,8 +24,10 @@ def main() -> int:
     source = folder.with_name(f"{folder.name}-source")
     for stale in (folder, source):
         shutil.rmtree(stale, ignore_errors=True)
+    python = browser_python.read_files()
+    live = explorers.read_explorers(every_position=python is None)
     try:
-        gather(source)
+        gather(source, live, has_python=python is not None)
     except LabError as error:
         print(error, file=sys.stderr)
         return 1
@@ -44,6 +47,7 @@ def main() -> int:
     if done.returncode:
         print("The book has mistakes; each is named above, with its place in", source, file=sys.stderr)
         return done.returncode
+    explorers.write_answers(live, python, folder / "_static" / "live")
     write_slides(ROOT, folder / "slides")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
     if size > MAX_MIB:

@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from docs.book import api, labs, messages, plans
+from docs.book import api, explorers, labs, messages, plans
 from docs.book.terms import read_terms, written_as_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,8 @@ LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^( {0,3})(```+|~~~+)")
 
 
-def gather(folder: Path) -> None:
-    """Write all pages of the book into an empty folder."""
+def gather(folder: Path, live: dict, *, has_python: bool) -> None:
+    """Write all pages of the book into an empty folder; ``live`` are the explorers that work in a page."""
     folder.mkdir(parents=True)
     solved = sorted((ROOT / "notebooks" / "solved").glob("[0-9]*.ipynb"))
     pages = {path: Path(path.name) for path in DOCS.glob("*.md")}
@@ -65,6 +65,7 @@ def gather(folder: Path) -> None:
     (folder / "labs").mkdir()
     for path in solved:
         notebook = labs.lab_of_the_book(path.parent.parent / path.name, path, terms)
+        explorers.bring_to_life(notebook, live, has_python=has_python)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = book.relink(cell["source"], path.parent.parent / path.name, pages[path])
