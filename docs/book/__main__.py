@@ -10,7 +10,7 @@ from pathlib import Path
 from docs.book import browser_python, explorers
 from docs.book.labs import LabError
 from docs.book.pages import ROOT, gather
-from docs.book.slides import write_slides
+from docs.book.slides import find_chromium, print_slides, write_slides
 
 MAX_MIB = 40
 
@@ -24,10 +24,10 @@ def main() -> int:
     source = folder.with_name(f"{folder.name}-source")
     for stale in (folder, source):
         shutil.rmtree(stale, ignore_errors=True)
-    python = browser_python.read_files()
+    python, chromium = browser_python.read_files(), find_chromium()
     live = explorers.read_explorers(every_position=python is None)
     try:
-        gather(source, live, has_python=python is not None)
+        gather(source, live, has_python=python is not None, has_pdf=chromium is not None)
     except LabError as error:
         print(error, file=sys.stderr)
         return 1
@@ -48,7 +48,9 @@ def main() -> int:
         print("The book has mistakes; each is named above, with its place in", source, file=sys.stderr)
         return done.returncode
     explorers.write_answers(live, python, folder / "_static" / "live")
-    write_slides(ROOT, folder / "slides")
+    slides = write_slides(ROOT, folder / "slides")
+    if chromium:
+        print_slides(slides, chromium)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
     if size > MAX_MIB:
         print(

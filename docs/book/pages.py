@@ -34,7 +34,7 @@ LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^( {0,3})(```+|~~~+)")
 
 
-def gather(folder: Path, live: dict, *, has_python: bool) -> None:
+def gather(folder: Path, live: dict, *, has_python: bool, has_pdf: bool) -> None:
     """Write all pages of the book into an empty folder; ``live`` are the explorers that work in a page."""
     folder.mkdir(parents=True)
     solved = sorted((ROOT / "notebooks" / "solved").glob("[0-9]*.ipynb"))
@@ -58,7 +58,7 @@ def gather(folder: Path, live: dict, *, has_python: bool) -> None:
         if path.name == "troubleshooting.md":
             text = messages.page(text, ROOT)
         if path.name == "plans.md":
-            text = plans.plans_page(text, ROOT)
+            text = plans.plans_page(text, ROOT, has_pdf=has_pdf)
         if path.name == "room.md":
             text = plans.room_page(text, (DOCS / "exercises.md").read_text())
         book.write(path, text)

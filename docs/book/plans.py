@@ -87,13 +87,13 @@ def read_plans(text: str, sections: dict[tuple[str, str], Section]) -> list[Plan
     return plans
 
 
-def plans_page(text: str, root: Path) -> str:
+def plans_page(text: str, root: Path, *, has_pdf: bool) -> str:
     """The page of plans: a row for each section, with its minutes, and links to the slides of these labs."""
     sections = sections_of_labs(root)
     plans = read_plans(text, sections)
     taught = {lab for plan in plans for lab, *_ in plan.steps}
     paths = sorted(path for lab in taught for path in (root / "notebooks" / "solved").glob(f"0{lab}_*.ipynb"))
-    links = ", ".join(f'<a href="slides/{path.stem}.html">lab {path.name[1]}</a>' for path in paths)
+    links = ", ".join(slides_links(path.stem, has_pdf=has_pdf) for path in paths)
     text = text.replace(SLIDES, f"```{{raw}} html\n<p>Slides: {links}.</p>\n```")
     for plan in plans:
         lines, before = ["| lab | section | exercises | minutes |", "|---|---|---|---|"], START_MINUTES
@@ -110,6 +110,12 @@ def plans_page(text: str, root: Path) -> str:
         lines += ["", f"Together {math.ceil(until[-1])} of {plan.minutes} minutes; {rest}."]
         text = text.replace(plan.table, "\n".join(lines), 1)
     return text
+
+
+def slides_links(stem: str, *, has_pdf: bool) -> str:
+    """Links to a lab's slides as a page and, if they were printed, as PDF."""
+    pdf = f' (<a href="slides/{stem}.pdf" aria-label="lab {stem[1]} as PDF">PDF</a>)' if has_pdf else ""
+    return f'<a href="slides/{stem}.html">lab {stem[1]}</a>{pdf}'
 
 
 def room_page(text: str, exercises: str) -> str:

@@ -14,7 +14,14 @@ import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(300)]
 MAX_S, MAX_MIB = 120, 40
-PAGES = ("index.html", "labs/02_fsdp_wrapping.html", "formulas.html", "troubleshooting.html", "api/theory.html")
+PAGES = (
+    "index.html",
+    "labs/00_ranks.html",
+    "labs/02_fsdp_wrapping.html",
+    "formulas.html",
+    "troubleshooting.html",
+    "api/theory.html",
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +116,7 @@ def open_page(browser, book):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", PAGES)
-def test_five_pages_are_readable_by_all(name, width, scheme, open_page, screenshots):
+def test_six_pages_are_readable_by_all(name, width, scheme, open_page, screenshots):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: pip install 'labkit[dev]'")
     page = open_page(name, width=width, scheme=scheme)
     page.screenshot(path=screenshots / f"book_{Path(name).stem}_{width}_{scheme}.png")
@@ -153,6 +160,48 @@ def test_an_answer_is_folded_until_it_is_opened(open_page):
     assert not code.is_visible()
     answer.locator("summary").click()
     assert code.is_visible()
+
+
+def test_an_explorer_works_in_its_lab(open_page, screenshots):
+    page = open_page("labs/00_ranks.html")
+    ring = page.locator(".explorer")
+    ring.get_by_label("ranks", exact=True).select_option("64")
+    page.wait_for_function("document.querySelector('.explorer').dataset.answered === '1'", timeout=120_000)
+    assert ring.locator(".explorer-words").inner_text().startswith("126 steps of 10 µs")
+    ring.screenshot(path=screenshots / "book_explorer.png")
+    assert page.errors == [] and [url for url in page.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+# Of each slide: what is cut off at an edge, what covers the part above it, what is empty, what is too small to read.
+BAD_SLIDES = """() => [...document.querySelectorAll("section")].map((slide, number) => {
+  const frame = slide.getBoundingClientRect();
+  const cut = [...slide.querySelectorAll("h1, h2, p, li, pre, img")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.bottom > frame.bottom + 1 || box.right > frame.right + 1 || box.left < frame.left - 1;
+  });
+  const parts = [...slide.children].map((each) => each.getBoundingClientRect()).filter((box) => box.height);
+  const covered = parts.filter((box, place) => place && box.top < parts[place - 1].bottom - 1);
+  const squeezed = [...slide.querySelectorAll("div")].filter((each) => each.scrollHeight > each.clientHeight + 1);
+  const empty = number && !slide.querySelector("pre, img, li, table, .take, .ask");
+  const small = [...slide.querySelectorAll("img, pre")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    if (each.localName === "pre") return parseFloat(getComputedStyle(each).fontSize) < frame.width / 120;
+    const scale = Math.min(box.width / each.naturalWidth, box.height / each.naturalHeight);
+    return Math.max(each.naturalWidth * scale / frame.width, each.naturalHeight * scale / frame.height) < 0.3;
+  });
+  return [slide.innerText.slice(0, 40), cut.length, covered.length, squeezed.length, Number(empty), small.length];
+}).filter(([, ...wrong]) => wrong.some(Boolean))"""
+
+
+def test_every_slide_fits_its_page_and_has_a_page_of_the_pdf(open_page, book):
+    decks = sorted(path.name for path in (book[0] / "slides").glob("*.html"))
+    assert len(decks) == 7
+    for name in decks:
+        page = open_page(f"slides/{name}")
+        page.set_viewport_size({"width": 1280, "height": 720})
+        assert page.evaluate(BAD_SLIDES) == [], name
+        printed = (book[0] / "slides" / name).with_suffix(".pdf").read_bytes()
+        assert len(re.findall(rb"/Type\s*/Page\b", printed)) == page.locator("section").count(), name
 
 
 def test_formulas_are_drawn_without_a_library(open_page):
