@@ -10,6 +10,7 @@ from labkit.errors import ParameterError
 # Set by people.
 ENV_RUNS_FOLDER = "LABKIT_RUNS"  # a person -> runs.folder: where runs are recorded
 ENV_WARM = "LABKIT_WARM"  # a person -> launcher.warm_start: 0 never forks ranks, 1 always does
+ENV_RECORDED = "LABKIT_RECORDED"  # a person -> launcher.backend: 1 takes recorded results
 ENV_QUEUE = "LABKIT_QUEUE"  # a person -> launcher.run_queue: 0 waits for no other run, 1 does
 ENV_NETWORK = "LABKIT_NETWORK"  # a person -> launcher.network_namespace: own
 ENV_PROGRESS = "LABKIT_PROGRESS"  # a person -> launcher.progress: off, text, notebook

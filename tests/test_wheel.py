@@ -76,6 +76,7 @@ def test_the_wheel_holds_programs_and_learners_notebooks_and_nothing_else(instal
     for_clusters = {"slurm.sh", "kubernetes.yaml", "general.sbatch", "train.py"}
     assert {path.name for path in (packages / "launch" / "cluster").glob("*.*")} == for_clusters
     assert (packages / "labkit_course" / "recorded" / "words.json").exists()
+    assert (packages / "labkit_course" / "recorded" / "runs.zip").exists()
     assert {"tests", "benchmarks", "book"}.isdisjoint(path.name for path in packages.iterdir())
 
 

@@ -4,11 +4,13 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from labkit.environment import ENV_RECORDED, read_choice
 from labkit.launcher import process
 from labkit.launcher.warm_start import WarmTorchrun
 from labkit.runs.folder import RunFolder
 
 CLUSTER_MODULE, SIMULATOR = "labkit_cluster.hosts", "labkit_simulate"
+RECORDED_RUNS = "labkit_course.recorded_runs"
 
 
 class RunHost(Protocol):
@@ -70,6 +72,13 @@ class LocalBackend:
 def load_cluster() -> Any:
     """Import the package for several hosts by name, because the core does not depend on it."""
     return importlib.import_module(CLUSTER_MODULE)
+
+
+def find_recorded(request: Any) -> Any:
+    """Return the result that the course holds of a request; None without one, or if unasked."""
+    if read_choice(ENV_RECORDED, "0 (measure)", "1 (take recorded results)") != "1":
+        return None
+    return importlib.import_module(RECORDED_RUNS).find_recorded(request)
 
 
 def load_simulator(module: str) -> Any:
