@@ -2,7 +2,8 @@
 "use strict";
 
 function markWideRegions() {
-  for (const element of document.querySelectorAll("pre, .table-wrapper, .output, .cell_output > div, div.math")) {
+  const wide = "pre, .table-wrapper, .output, .cell_output > div, div.math, .explorer-figure";
+  for (const element of document.querySelectorAll(wide)) {
     if (element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight) {
       if (!element.hasAttribute("tabindex")) element.setAttribute("tabindex", "0");
     }
