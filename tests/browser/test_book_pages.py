@@ -182,7 +182,8 @@ BAD_SLIDES = """() => [...document.querySelectorAll("section")].map((slide, numb
   const parts = [...slide.children].map((each) => each.getBoundingClientRect()).filter((box) => box.height);
   const covered = parts.filter((box, place) => place && box.top < parts[place - 1].bottom - 1);
   const squeezed = [...slide.querySelectorAll("div")].filter((each) => each.scrollHeight > each.clientHeight + 1);
-  const empty = number && !slide.querySelector("pre, img, li, table, .take, .ask");
+  const words = slide.matches(".statement") ? ".take, .ask" : "pre, img, li, table";
+  const empty = number && !slide.querySelector(words);
   const small = [...slide.querySelectorAll("img, pre")].filter((each) => {
     const box = each.getBoundingClientRect();
     if (each.localName === "pre") return parseFloat(getComputedStyle(each).fontSize) < frame.width / 120;
