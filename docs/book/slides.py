@@ -191,9 +191,9 @@ def add_prose(slide: Slide, text: str) -> None:
 def said_by_ranks(cell: dict) -> str:
     """The first lines that a cell's ranks printed."""
     printed = "".join("".join(each["text"]) for each in cell["outputs"] if each["output_type"] == "stream")
-    lines = [
-        line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]} …" for line in printed.strip("\n").split("\n")
-    ]
+    # A slide has no room for PyTorch's warnings.
+    lines = [line for line in printed.strip("\n").split("\n") if not re.search(r"\[W\d{4} ", line)]
+    lines = [line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]} …" for line in lines]
     return "\n".join(lines[:MAX_SAID_LINES] + ["…"] * (len(lines) > MAX_SAID_LINES))
 
 
