@@ -10,10 +10,12 @@ others and start earlier. The compiler keeps gathered parameters for the backwar
 gathers each one once.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ from labkit.parallel.ddp import capture_generated_code
 from labkit.parallel.simple_fsdp import apply_simple_fsdp
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.session import timeline
+from labkit.session.emulated_wire import release_last_message
 from labkit.session.meter import Step
 from labkit.session.payload import load_emulated
 from labkit.theory.emulated import Emulated
@@ -129,7 +132,7 @@ def main(config: Config) -> None:
             time_sizes(config, here)
             return
         lab = shard_and_compile(config, here, config.bucket_mb)
-        if config.compile and not here.is_emulated:
+        if config.compile:
             record_peak(here, lab)
         if config.check == "none":
             optimizer = torch.optim.Adam(lab.parameters(), lr=1e-3)
@@ -170,7 +173,8 @@ def shard_and_compile(config: Config, here: rank.Session, bucket_mb: float | Non
         seen.append(graph_passes.list_events(graph))
         nodes.append(list_nodes(graph))
 
-    with graph_passes.pass_over_graphs(change), capture_generated_code() as programs:
+    changed = graph_passes.pass_over_graphs(change)
+    with here.without_waiting(), changed, capture_generated_code() as programs:
         inputs = parity.draw_samples(lab, here.device, 0, here.rank)
         forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
     for name, found in {"graphs": seen, "nodes": nodes}.items():
@@ -192,7 +196,7 @@ def list_nodes(graph: Graph) -> list[str]:
 
 
 class LetGlooFinish(TorchDispatchMode):
-    """Lets each collective end before the rank goes on, so that gloo's threads free nothing.
+    """Lets each collective end before the rank goes on, so that no other thread frees its memory.
 
     torch's profiler would not know of it.
     """
@@ -206,8 +210,22 @@ class LetGlooFinish(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func is not graph_passes.WAIT:
             dist.barrier()
-            time.sleep(0.005)
+            release_last_message()
+            wait_for_threads()
         return result
+
+
+def wait_for_threads() -> None:
+    """Wait until all other threads of this process sleep, or for 5 ms where nobody can tell."""
+    own = str(threading.get_native_id())
+    time.sleep(0.001 if Path("/proc/self/task").is_dir() else 0.005)
+    for _ in range(1000):
+        others = (each for each in Path("/proc/self/task").glob("*/stat") if own not in each.parts)
+        # A thread that ended meanwhile has no state.
+        with contextlib.suppress(OSError):
+            if not any(each.read_text().rpartition(")")[2].split()[0] == "R" for each in others):
+                return
+        time.sleep(0.001)
 
 
 def record_peak(here: rank.Session, lab: LabModel) -> None:
@@ -216,7 +234,8 @@ def record_peak(here: rank.Session, lab: LabModel) -> None:
     inputs = parity.draw_samples(lab, here.device, 0, here.rank)
 
     def run() -> None:
-        forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
+        with here.without_waiting():
+            forward_backward(next(here.plain_steps(1)), lab, lab, inputs, keep=False)
 
     peak = allocated_peak(run, here.device)
     here.record_scalar("step_peak_bytes", peak, "bytes")

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import labkit
@@ -13,8 +14,10 @@ from labkit import Emulated
 from labkit.environment import ENV_DEVICE
 from labkit.errors import ParameterError
 from labkit.launcher.run import make_run_request
+from labkit.runs.records import RecordWriter
 from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.emulated_wire import Wire
+from labkit.session.session import Session
 from labkit.theory import emulated_steps, two_dim
 from labkit.theory.emulated import read_emulated
 from labkit_simulate.emulated_hardware import slow_motion
@@ -254,6 +257,16 @@ def test_two_wires_take_as_long_beside_arithmetic_as_on_h100s():
     gathered_and_reduced_ms = 3 * 6 * 20 * 4000 / 2048
     assert step_ms["network card, no prefetch"] == pytest.approx(6 * 60 + gathered_and_reduced_ms, rel=0.001)
     assert options["NVLink, prefetch"]["emulate"].describe() == "emulated: 2 H100s, NVLink, 1 s = 102.4 ms"
+
+
+def test_hardware_takes_no_time_in_a_step_that_nobody_times():
+    device = EmulatedDevice(Wire(Emulated()))
+    here = Session(0, 1, torch.device("cpu"), RecordWriter(None, 0), device)
+    begin_s = time.monotonic()
+    with here.without_waiting():
+        device.compute(60_000)
+        assert device.wire.occupy("inside", 60.0) - begin_s < 1
+    assert device.wire.occupy("inside", 60.0) - begin_s > 59
 
 
 def test_prefetching_hides_gathers_and_no_more():

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import labkit
-from labkit import requirements
+from labkit import Emulated, requirements
 from labkit.models.mlp import MLPStack
 from labkit.parallel import graph_passes
 from labkit.parallel import simple_fsdp as labkits
@@ -124,8 +124,8 @@ def shard_with_checkpoints(model, mesh):
     apply_simple_fsdp(model, mesh)
 
 
-@pytest.mark.parametrize("nproc", long_but([2], [2, 3]))
-def test_checkpointed_gathers_lower_the_peak_to_what_theory_counts_and_change_no_number(nproc):
+@pytest.mark.parametrize(("nproc", "emulate"), long_but([(2, True)], [(2, True), (2, False), (3, False)]))
+def test_checkpointed_gathers_lower_the_peak_to_what_theory_counts_and_change_no_number(nproc, emulate):
     dim, layers = 120, 8
     how = {"model": "chain", "dim": dim, "layers": layers, "compile": True, "steps": 2, "timeout_s": 280}
     # At its peak a rank holds a gradient, gloo's copy and its rows of all gradients so far. With kept weights that is
@@ -135,7 +135,7 @@ def test_checkpointed_gathers_lower_the_peak_to_what_theory_counts_and_change_no
         "checkpointed": ({"use": {"simple_fsdp": shard_with_checkpoints}}, 2 + layers / nproc, layers - 1),
     }
     for name, (use, weights, gathers) in ways.items():
-        result = labkit.check("simple_fsdp", nproc=nproc, **use, **how)
+        result = labkit.check("simple_fsdp", nproc=nproc, emulate=Emulated() if emulate else None, **use, **how)
         assert result.ok, name
         assert result.value("step_peak_bytes") / (4 * dim**2) == pytest.approx(weights, rel=0.02), name
         assert json.loads(result.ranks[0].artifact("graphs"))["backward"].count("gather") == gathers, name

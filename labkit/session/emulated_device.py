@@ -28,7 +28,7 @@ class EmulatedDevice:
     def compute(self, ms: float) -> None:
         """Wait for as long as the device computes."""
         begin_s = max(self._end_s, self.wire.waited_until_s)
-        self._end_s = begin_s + ms / 1e3
+        self._end_s = begin_s + ms / 1e3 * self.wire.waits
         left_s = self._end_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)

@@ -73,6 +73,8 @@ class Wire:
         self.hardware = hardware
         # By which messages' bytes are multiplied, see ``Emulated.unit_bytes``.
         self.size_factor = 1.0
+        # False: nothing of this rank takes emulated time, see ``Session.without_waiting``.
+        self.waits = True
         # Until when this rank has waited for a message.
         self.waited_until_s = 0.0
         # When each message was on a link, in order, while ``note_transfers`` is at work.
@@ -85,7 +87,7 @@ class Wire:
         """Put a message on a link after those that it carries; return when it is through."""
         with self._lock:
             start_s = max(time.monotonic(), self._free_s.get(link, 0.0))
-            self._free_s[link] = end_s = start_s + cost_s
+            self._free_s[link] = end_s = start_s + cost_s * self.waits
             if self._noted is not None:
                 self._noted.append((start_s, end_s))
         return end_s
@@ -182,10 +184,19 @@ def when_moved(work: dist.Work, function: Callable[[], object]) -> None:
     _moving.put((work, function))
 
 
+def release_last_message() -> None:
+    """Let the thread that waits for messages drop the last one, whose memory it keeps."""
+    nothing: Any = Future()
+    nothing.set_result(None)
+    when_moved(nothing, bool)
+
+
 @cache
 def _start_waiting_thread() -> None:
     def serve() -> None:
         while True:
+            # The last message is kept until the next one comes. Else gloo's thread might drop it
+            # last, and wait for Python's lock, while the next call holds that and waits for gloo's.
             work, function = _moving.get()
             # Who waits for the message gets its error.
             with contextlib.suppress(Exception):

@@ -112,6 +112,18 @@ class Session:
         if self._emulated:
             self._emulated.move(sum(each.nbytes for each in tensors))
 
+    @contextlib.contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Let emulated hardware take no time inside the block, for a step that nobody times."""
+        if not self._emulated:
+            yield
+            return
+        self._emulated.wire.waits = False
+        try:
+            yield
+        finally:
+            self._emulated.wire.waits = True
+
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """Let this rank allocate at most ``mib`` MiB more than now, see memory_cap.cap_memory."""
         return cap_memory(mib, self.device)
