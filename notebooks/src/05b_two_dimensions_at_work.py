@@ -5,15 +5,19 @@
 #
 # - say what crosses each axis of a mesh;
 # - cut embedding, output layer and loss over the vocabulary;
-# - repair a plan with wrong layouts, and cut the sequence of a transformer block, norms included;
+# - repair a plan with wrong layouts, cut the sequence of a transformer block, norms included, and plan a language model
+#   from its token ids to the loss;
 # - recognise a test that cannot fail, and use DDP on one axis.
 #
 # You need lab 5. The notebook takes about {core_minutes} minutes.
 
 # %% tags=["nbval-ignore-output"]
+import copy
+
 import pandas
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -492,7 +496,104 @@ claim("two gradients are wrong, and the output is right", "attention_norm.weight
 # Each rank's gradient of a norm's weight sums over its own tokens only, so that each rank lacks what the others have
 # seen, and the copies of one weight drift apart. The mistake is easily made by whoever writes sequence parallelism by
 # hand. `SequenceParallel` makes the weight a DTensor that is whole on every rank, and so PyTorch adds up the gradients
-# along `tp`. Megatron-LM marks such weights, and all-reduces their gradients after the backward pass.
+# along `tp`. Megatron-LM marks such weights, and all-reduces their gradients after the backward pass. By hand that is one
+# line, here for a norm on eight tokens, of which each rank has four:
+
+# %%
+# %%torchrun -n 2 --name by_hand
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.rank import report
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(8, 16)
+alone, norm = nn.RMSNorm(16), nn.RMSNorm(16)
+alone(x).square().sum().backward()  # one device
+norm(x.chunk(2)[dist.get_rank()]).square().sum().backward()
+right, found = alone.weight.grad, norm.weight.grad
+own = float((found - right).norm() / right.norm())
+dist.all_reduce(found)
+report(own=own, summed=float((found - right).norm() / right.norm()))
+
+# %%
+errors = pandas.DataFrame([each.reported for each in by_hand.ranks]).rename_axis("rank")
+errors.rename(columns={"own": "off by, own tokens", "summed": "off by, summed"}).round(3)
+
+# %% tags=["claim"]
+claim("each rank's own is off by about half", errors["own"].between(0.3, 0.7).all())
+claim("the sum is right", (errors["summed"] < 1e-6).all())
+
+# %% [markdown]
+# ### From token ids to the loss
+#
+# One plan now cuts a whole language model: the vocabulary at both ends, the MLP's matrices between them, and the sequence
+# wherever activations wait. The embedding leaves its sum cut along the tokens, and the output layer gathers them.
+
+
+# %%
+class LanguageModel(nn.Module):
+    def __init__(self, words: int = 100, width: int = 16):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(words, width), nn.RMSNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.last_norm, self.head = nn.RMSNorm(width), nn.Linear(width, words)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)  # [samples, tokens, features]
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x))
+
+
+def whole_plan() -> dict[str, object]:
+    cut = Shard(1)
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=cut),
+        "down": RowwiseParallel(output_layouts=cut),
+        "last_norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=cut, use_local_output=False),
+    }
+
+
+# %%
+# %%torchrun -n 2 --name language_model --use LanguageModel,whole_plan
+import warnings
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy
+
+from labkit.rank import report
+
+warnings.filterwarnings("ignore", message="Full backward hook")  # token ids have no gradient
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+alone, ids = LanguageModel(), torch.randint(100, (3, 9))  # 8 tokens, and the next of each
+cross_entropy(alone(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+model = parallelize_module(copy.deepcopy(alone), init_device_mesh("cpu", (2,)), whole_plan())
+with loss_parallel(), CommDebugMode() as counted:
+    cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+pairs = zip(alone.parameters(), model.parameters(), strict=True)
+off = [float((mine.grad.full_tensor() - one.grad).norm() / one.grad.norm()) for one, mine in pairs]
+counts = {str(name).split(".")[-1]: count for name, count in counted.get_comm_counts().items()}
+report(off=max(off), gradients=len(off), counts=counts)
+
+# %%
+model_report = language_model.ranks[0].reported
+print(f"{model_report['gradients']} gradients, off by {model_report['off']:.0e} at most; {model_report['counts']}")
+
+# %% tags=["claim"]
+claim("all nine gradients are right", model_report["gradients"] == 9 and model_report["off"] < 1e-5)
+claim("as the text counts", sorted(model_report["counts"].values()) == [3, 4, 4])
+
+# %% [markdown]
+# Each of the four boundaries between cut tokens and whole ones costs an all-gather in one pass and a reduce-scatter in the
+# other: behind the embedding, around the MLP, and before the output layer. The three all-reduces are the loss's numbers.
 #
 # *Takeaway: a weight that each rank uses on its own tokens has a gradient that must be summed along `tp`.*
 #
