@@ -1,11 +1,11 @@
-"""labkit.plots.buckets: boxes as wide as bytes, bars from request to last wait, as in the code."""
+"""labkit.plots.ddp: names in a compiled program, and bars by size of bucket."""
 
 from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
 
-from labkit import inductor, plots
+from labkit import plots
 from labkit.runs.folder import RunFolder
 from labkit.runs.result import RunResult
 from labkit_course.widgets import buckets
@@ -45,93 +45,8 @@ def run(folder, travelled=TRAVELLED, code=CODE):
     return RunResult(folder, info, lines, [])
 
 
-def boxes(ax):
-    """Row, start and end of each rectangle."""
-    return [
-        (round(box.get_y() + box.get_height() / 2), box.get_x(), box.get_x() + box.get_width()) for box in ax.patches
-    ]
-
-
-def order_of(ax):
-    """The axes on the right."""
-    [inset] = ax.child_axes
-    return inset
-
-
 def texts(ax):
     return [text.get_text().strip() for text in ax.texts]
-
-
-def test_gradients_of_a_bucket_stand_side_by_side_as_wide_as_their_bytes(tmp_path):
-    ax = plots.bucket_schedule(run(tmp_path))
-    assert [box for box in boxes(ax) if box[0] == 1] == [
-        pytest.approx((1, start, end))
-        for start, end in ((0, 0.008), (0.008, 16.008), (16.008, 16.016), (16.016, 32.016))
-    ]
-    assert len(ax.patches) == len(TRAVELLED)
-    labels = [tick.get_text() for tick in ax.get_yticklabels()]
-    assert labels == ["bucket 0\n16 MB", "bucket 1\n32 MB", "bucket 2\n16 MB"]
-    assert ax.get_xlabel() == "gradients that travel together, MB"
-    assert texts(ax) == [
-        "fc4.weight", "fc3.weight", "fc2.weight", "also here: fc4.bias, fc3.bias", "fc1.weight",
-        "also here: fc2.bias, fc1.bias",
-    ]  # fmt: skip
-    assert max(ax.get_xticks()) <= 32.016, "no scale under the right half"
-
-
-def test_a_bar_reaches_from_the_request_to_the_last_wait_over_what_runs_between(tmp_path):
-    order = order_of(plots.bucket_schedule(run(tmp_path)))
-    assert boxes(order) == [(0, 23, 69), (1, 52, 77), (2, 66, 83)]
-    drawn = [list(line.get_xdata()) for line in order.lines]
-    assert drawn[:2] == [[27, 32, 37, 42, 50, 56, 64], [68]]
-    assert drawn[2:4] == [[56, 64], [70, 72, 74, 76]]
-    assert drawn[4:] == [[], [78, 80, 82]]
-    assert texts(order) == ["7 in between", "2 in between", "nothing in between"]
-    assert order.get_xlabel() == "line of the generated program"
-    assert [text.get_text() for text in order.get_legend().get_texts()] == ["on its way", "compute", "wait"]
-
-
-def test_a_figure_of_a_run_is_stamped_and_one_of_a_program_is_not(tmp_path):
-    assert plots.bucket_schedule(run(tmp_path)).figure.get_supxlabel() == "CPU · 2 ranks on 2 cores · torch 9.9"
-    ax = plots.bucket_schedule(inductor.find_buckets(CODE))
-    assert ax.figure.get_supxlabel() == ""
-    assert texts(ax)[0] == "buf4", "a program knows no names"
-
-
-def test_a_bucket_that_is_never_waited_for_is_said_to_be_so():
-    code = CODE.replace("torch.ops._c10d_functional.wait_tensor.default(buf4)", "pass")
-    order = order_of(plots.bucket_schedule(inductor.find_buckets(code)))
-    assert texts(order)[0] == "never waited for"
-    assert boxes(order)[0] == (0, 23, 65)
-
-
-def test_small_gradients_are_drawn_in_kilobytes_and_many_are_counted():
-    code = CODE.replace("2000", "20")
-    ax = plots.bucket_schedule(inductor.find_buckets(code))
-    assert ax.get_xlabel().endswith("kB")
-    assert boxes(ax)[0] == (0, 0, pytest.approx(1.6))
-    [first, second, _] = inductor.find_buckets(CODE)
-    many = inductor.Bucket(0, first.gradients + 20 * second.gradients[:1], first.request, (), ())
-    assert texts(plots.bucket_schedule([many]))[-1] == "also here: 20 gradients"
-
-
-def test_nothing_is_cut_off_at_the_width_of_a_notebook(tmp_path):
-    figure = plots.bucket_schedule(run(tmp_path)).figure
-    figure.canvas.draw()
-    assert figure.get_size_inches()[0] == 7
-    renderer = figure.canvas.get_renderer()
-    for axes in (figure.axes[0], *figure.axes[0].child_axes):
-        box = axes.get_tightbbox(renderer)
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
-
-
-def test_axes_that_were_given_are_used(tmp_path):
-    _, (left, right) = pyplot.subplots(1, 2)
-    before = len(pyplot.get_fignums())
-    assert plots.bucket_schedule(run(tmp_path), ax=right) is right
-    assert len(pyplot.get_fignums()) == before
-    assert not left.has_data()
 
 
 @pytest.mark.parametrize(
@@ -141,12 +56,11 @@ def test_axes_that_were_given_are_used(tmp_path):
         (TRAVELLED[:-1], CODE, ValueError, "sends 8 gradients in 3 buckets, the run recorded 7"),
         ([*TRAVELLED[:-1], (2, "fc1.bias", 4000)], CODE, ValueError, "of other sizes: its records of buckets"),
         ([*TRAVELLED[:-1], (1, "fc1.bias", BIAS)], CODE, ValueError, "its records of buckets must follow"),
-        ([], CODE.replace("all_reduce", "broadcast"), ValueError, "no bucket to draw: the program holds no"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tmp_path, travelled, code, error, problem):
     with pytest.raises(error, match=problem):
-        plots.bucket_schedule(run(tmp_path, travelled, code))
+        plots.backward_program(run(tmp_path, travelled, code))
 
 
 def test_boxes_of_the_diagram_are_no_values_of_the_run(tmp_path):

@@ -1,4 +1,4 @@
-"""Figures of DDP's buckets: their gradients, what hides them, and what their size costs."""
+"""The program that compiled DDP runs, and figures of what the size of its buckets costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,99 +6,12 @@ from typing import Any
 
 import numpy
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from labkit import inductor
 from labkit.inductor import Bucket
 from labkit.plots import style
 from labkit.plots.style import Numbers, Runs
 from labkit.runs.result import RunResult
-from labkit.theory.sizes import byte_unit, readable_bytes
-
-IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
-BAR_STYLE: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
-DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK_STYLE = DOT_STYLE | {"color": WAIT_COLOUR, "marker": "|", "markersize": 12}
-TICK_STYLE["markeredgewidth"] = 2.5
-# Fractions of the width: the boxes, the space after them, and a letter in a box.
-BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
-# More letters than this do not fit below the boxes.
-MAX_LETTERS_BELOW = 60
-
-
-def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
-    """Draw one row per bucket: its gradients, by bytes, and when it is requested and waited for.
-
-    The scale on the right counts lines of the generated program, like ``inductor.ProgramListing``.
-    A dot is a kernel or a GEMM between the request and the first wait, which hides communication.
-    ``drawn`` is a run that kept its generated program as ``code`` and recorded its buckets, or the
-    buckets that ``inductor.find_buckets`` returns.
-    """
-    rows = _name_bucket_gradients(drawn) if isinstance(drawn, RunResult) else list(drawn)
-    if not rows:
-        raise ValueError(
-            "no bucket to draw: the program holds no all-reduce; were gradients synchronised?"
-        )
-    ax = style.make_axes(ax, height=1.6 + 0.6 * len(rows))
-    longest = max(bucket.bytes for bucket in rows)
-    unit, size = byte_unit(longest)
-    ax.set_xlim(0, longest / size / BOXES_SHARE)
-    for row, bucket in enumerate(rows):
-        _draw_gradient_boxes(ax, row, bucket, size)
-    labels = [f"bucket {bucket.index}\n{readable_bytes(bucket.bytes)}" for bucket in rows]
-    ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
-    # The right part of the axes has a scale of its own.
-    ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
-    ax.spines["bottom"].set_bounds(0, longest / size)
-    ax.set_xlabel(f"gradients that travel together, {unit}", x=BOXES_SHARE / 2)
-    ax.tick_params(axis="y", length=0)
-    _draw_program_order(ax, rows)
-    return style.add_stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
-
-
-def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
-    """Draw one box per gradient, in units of ``size`` bytes; long names go below the boxes."""
-    start, others = 0.0, []
-    look: dict[str, Any] = {"color": style.SKY, "edgecolor": "black", "linewidth": 0.5}
-    for gradient in bucket.gradients:
-        width, name = gradient.bytes / size, gradient.name or gradient.buffer
-        ax.barh(row, width, left=start, height=0.56, **look)
-        if len(name) * LETTER_WIDTH < width / ax.get_xlim()[1]:
-            ax.text(start + width / 2, row, name, fontsize=8, **style.CENTRED)
-        else:
-            others.append(name)
-        start += width
-    text = "also here: " * (len(others) < len(bucket.gradients)) + ", ".join(others)
-    if len(text) > MAX_LETTERS_BELOW:
-        text = f"also here: {len(others)} gradients"
-    if others:
-        ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
-
-
-def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
-    """Draw beside the boxes, by line of the program, each request, what hides it, and its waits."""
-    left = BOXES_SHARE + BOXES_GAP
-    order: Any = ax.inset_axes((left, 0, 1 - left, 1), sharey=ax)
-    for row, bucket in enumerate(rows):
-        asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
-        waits = [line.number for line in bucket.waits]
-        until = max([asked, *waits, *hidden_by]) + 1
-        order.barh(row, until - asked, left=asked, height=0.3, **BAR_STYLE)
-        order.plot(hidden_by, [row] * len(hidden_by), **DOT_STYLE)
-        order.plot(waits, [row] * len(waits), **TICK_STYLE)
-        text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
-        colour = style.GREY if waits else WAIT_COLOUR
-        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=colour)
-    order.spines[["top", "right", "left"]].set_visible(False)
-    order.tick_params(axis="y", length=0, labelleft=False)
-    # Lines of a program count from 1.
-    order.set_xlim(1, order.get_xlim()[1])
-    order.set_xlabel("line of the generated program")
-    handles: list[Any] = [Patch(label="on its way", **BAR_STYLE)]
-    for label, look in {"compute": DOT_STYLE, "wait": TICK_STYLE}.items():
-        handles.append(Line2D([], [], label=label, **look))
-    style.add_legend_above(order, 3, handles, **style.SMALL_LEGEND)
 
 
 def backward_program(result: RunResult) -> inductor.ProgramListing:

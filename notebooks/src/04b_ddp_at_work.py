@@ -91,7 +91,8 @@ for _ in range(2):
 # The indices 2 and 3 are positions in `model.parameters()`: the weight and the bias of `unused`.
 # `find_unused_parameters=True` silences this complaint, but it makes DDP walk through the graph in every step, and it
 # keeps DDP from putting its buckets into a better order (lab 4, section 5). What the model never uses is better taken
-# out, or frozen before DDP wraps the model. The option is for branches that a step may or may not take.
+# out, or frozen before DDP wraps the model. The option is for branches that a step may or may not take. If every
+# step leaves out the same branch, `static_graph=True` does without the walk: DDP notes in the first step what is unused.
 #
 # *Takeaway: look for the unused layer before you reach for `find_unused_parameters`.*
 #
@@ -470,19 +471,22 @@ claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
 #
 # ## 6. All-reduces inside the program ({minutes} minutes)
 #
-# Instead of cutting the graph where messages start, one could put the messages into it. What you gain is visibility: the
-# whole backward pass is one text, and you can read, check and change when each message starts.
+# Instead of cutting the graph where messages start, one could put the messages into it. Then the whole backward pass is
+# one text, in which you can read and check when each message starts.
 #
 # PyTorch has the parts for that, but **this path has been abandoned**. They are still in PyTorch 2.13, experimental and off
 # by default, but torchtitan, PyTorch's own trainer, dropped them in 2025, and the work goes on with FSDP's collectives in
-# the graph (lab 4c). What you learn here about reading a program holds there, too. labkit switches on three parts, with
-# the settings in `labkit/parallel/ddp.py`:
+# the graph (lab 4c). What you learn here about reading a program holds there, too: inductor, the compiler that turns graphs
+# into programs, fuses the eight all-reduces of our network into buckets, and moves each wait down to the first line that
+# uses something of its bucket.
 #
-# - **The Python reducer** (`optimize_ddp="python_reducer"`) gives each parameter a hook that divides the gradient, asks
-#   for an all-reduce and waits. The hook is written in Python, so the compiler can trace it.
-# - **Compiled autograd** writes down the whole backward pass, hooks included, as one graph.
-# - **Inductor**, the compiler that turns graphs into programs, has a pass for DDP. It fuses the eight all-reduces of our
-#   network into buckets, and moves each wait down to the first line that uses something of its bucket.
+# <details><summary>The parts that labkit switches on</summary>
+#
+# The Python reducer (`optimize_ddp="python_reducer"`) gives each parameter a hook, written in Python, that divides the
+# gradient, asks for an all-reduce and waits. Compiled autograd writes down the whole backward pass, hooks included, as one
+# graph. A pass of inductor's fuses and moves. The settings are in `labkit/parallel/ddp.py`.
+#
+# </details>
 #
 # Inductor's first bucket closes once it holds 1 MiB, and each later one once it holds `BUCKET_MB`, here 5 MiB. Each
 # weight takes 3.8 MiB, and a compiled backward pass computes a weight's gradient before its bias's. Commit: how many
@@ -515,14 +519,7 @@ plots.backward_program(fused)
 # %% [markdown]
 # Read it from the top. `extern` lines are GEMMs, and `kernel` lines are loops that inductor wrote itself. A line that
 # asks for a bucket returns at once, and the GEMMs below it run while the bucket travels. All waits stand at the
-# end, since nothing but the `return` uses a gradient.
-
-# %% tags=["nbval-ignore-output"]
-_ = plots.bucket_schedule(fused)
-
-# %% [markdown]
-# *Left: the gradients of each bucket, as wide as their bytes. Right: the lines between its request and its waits; a
-# dot is compute that hides it. The last bucket has nothing left to hide behind.*
+# end, since nothing but the `return` uses a gradient. The last bucket has nothing left to hide behind.
 
 # %% tags=["claim"]
 read = inductor.find_buckets(fused.ranks[0].artifact("code"))
