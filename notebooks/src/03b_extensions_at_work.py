@@ -551,13 +551,15 @@ FourBit.fsdp_pre_all_gather, FourBit.fsdp_post_all_gather = send_4bit, receive_4
 
 # %% [markdown]
 # Every weight of this notebook's network becomes a `FourBit`. Its rows have 255 numbers on average, and one scale each.
-# Commit: what part of plain parameters' bytes do the all-gathers of a step carry? And does the network still learn: after
-# 40 steps, what part of plain parameters' loss is its own?
+# Commit: what part of plain parameters' bytes do the all-gathers of a step carry? And does the network still learn: how
+# many times the loss of plain parameters is its loss after 40 steps?
 
 # %% tags=["commit"]
-mine_four = commit(bytes_part=None, loss_part=None)
+mine_four = commit(bytes_part=None, times_the_loss=None)
 ### BEGIN SOLUTION
-mine_four = commit(bytes_part=4 / 32 + 32 / (32 * 255), loss_part=1)  # four bits a number, and 32 for each row's scale
+mine_four = commit(
+    bytes_part=4 / 32 + 32 / (32 * 255), times_the_loss=1
+)  # four bits a number, and 32 for each row's scale
 ### END SOLUTION
 
 # %%
@@ -568,8 +570,8 @@ part = four.value("all_gather_bytes") / plain_on_2.value("all_gather_bytes")
 print(f"{part:.3f} of the bytes; you: {prediction_text(mine_four['bytes_part'], '.3f')}")
 losses = {"plain": plain_on_2.losses, "four bits": four.losses}
 ends = {name: loss[-10:].mean() for name, loss in losses.items()}
-loss_part = ends["four bits"] / ends["plain"]
-print(f"{loss_part:.2f} of the loss; you: {prediction_text(mine_four['loss_part'], '.2f')}")
+times_the_loss = ends["four bits"] / ends["plain"]
+print(f"{times_the_loss:.2f} times the loss; you: {prediction_text(mine_four['times_the_loss'], '.2f')}")
 print(f"the loss falls from {losses['four bits'].iloc[0]:.1f} to {ends['four bits']:.2f}")
 print(f"no weight is off by more than {four.value('weight_error'):.3f} of the largest of its parameter")
 
@@ -579,7 +581,7 @@ numbers = plain_on_2.value("all_gather_bytes") / 4  # two ranks hand over a half
 rows = (four.value("all_gather_bytes") - numbers / 2) / 4
 claim("rows of 255 numbers on average", round(numbers / rows) == 255, where=DIM == 128)
 claim("half a step of seven", 0 < four.value("weight_error") <= 1 / 14 + 1e-4)
-claim("it learns as plain parameters do", abs(loss_part - 1) < 0.02 and ends["plain"] < 2, where=BATCH == 64)
+claim("it learns as plain parameters do", abs(times_the_loss - 1) < 0.02 and ends["plain"] < 2, where=BATCH == 64)
 
 # %% [markdown]
 # The loss falls as it does with plain parameters, because only the copies that compute are rounded: Adam updates the float32
