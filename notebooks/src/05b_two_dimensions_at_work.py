@@ -583,7 +583,7 @@ off = [float((mine.grad.full_tensor() - one.grad).norm() / one.grad.norm()) for 
 counts = {str(name).split(".")[-1]: count for name, count in counted.get_comm_counts().items()}
 report(off=max(off), gradients=len(off), counts=counts)
 
-# %%
+# %% tags=["nbval-ignore-output"]
 model_report = language_model.ranks[0].reported
 print(f"{model_report['gradients']} gradients, off by {model_report['off']:.0e} at most; {model_report['counts']}")
 
