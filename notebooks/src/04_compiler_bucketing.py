@@ -61,8 +61,8 @@ labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, 
 #
 # We measure all three ways under emulation: real ranks train a chain of six layers, `fc1` to `fc6`, and wait as long as
 # an imagined device and wire would take. The forward pass takes 60 ms and the backward pass 180 ms, 30
-# for each layer from `fc6` to `fc1`. A message takes alpha = 15 ms, and the bytes of all gradients together 120 ms. (Stamps
-# below figures give it for one of a ring's steps: 7.5 ms.)
+# for each layer from `fc6` to `fc1`. A message takes alpha = 15 ms, of which stamps below figures give a half, for
+# each of the ring's two steps, and the bytes of all gradients together 120 ms.
 #
 # Commit: how long does a step take, in ms, if one message carries all gradients?
 
@@ -166,7 +166,7 @@ dist.destroy_process_group()
 #
 # ### Exercise 1: which gradients travel together? (•, {minutes} minutes)
 #
-# `sizes` are the bytes of the gradients in the order in which they are ready. Return the buckets, each a list of
+# `sizes` are the bytes of the gradients as they become ready. Return the buckets, each a list of
 # positions in `sizes`. Each closes once it holds `bucket_bytes` or more, and what is left over is a bucket, too.
 #
 # <details><summary>Hint 1</summary>
@@ -205,19 +205,19 @@ plan_verdict
 
 # %% tags=["summary"]
 four_layers = labkit.run("ddp_compile", nproc=RANKS, mode="ddp", dim=DIM, bucket_mb=BUCKET_MB, steps=1)
-by_rule = theory.chain_buckets(DIM, BUCKET_MB)
-by_theory = {"all_reduce_count": len(by_rule), "all_reduce_bytes": sum(sum(each.values()) for each in by_rule)}
-plots.comparison_table(four_layers, by_theory)
-
-# %%
-for index, bucket in four_layers.frame.query("kind == 'bucket' and rank == 0").groupby("index"):
-    print(f"bucket {index}: {', '.join(bucket['name'])}")
+names = [f"fc{layer}.{part}" for layer in (4, 3, 2, 1) for part in ("bias", "weight")]  # as they become ready
+sizes = [4 * DIM * (DIM if name.endswith("weight") else 1) for name in names]
+by_rule = [[names[place] for place in bucket] for bucket in bucket_plan(sizes, int(BUCKET_MB * 2**20)) or []]
+sent = [list(each["name"]) for _, each in four_layers.frame.query("kind == 'bucket' and rank == 0").groupby("index")]
+pandas.DataFrame({"DDP sent": pandas.Series(sent), "your rule": pandas.Series(by_rule, dtype=object)}).fillna("–")
 
 # %% tags=["claim"]
+if plan_verdict.ok:
+    claim("DDP's buckets are those of your rule", sent == by_rule)
 claim("two layers fill a bucket, so there are two", four_layers.value("all_reduce_count") == 2)
 
 # %% [markdown]
-# DDP's buckets are those of your rule: two layers fill one.
+# DDP's buckets are those of your rule: two layers fill one. They are those of a later step (section 5).
 #
 # *Takeaway: a bucket leaves with its last gradient, and the rank waits only after the last gradient of all.*
 #
@@ -432,7 +432,7 @@ arrivals_verdict
 # buckets follow the guess from the start and stay, because the next step may use others.
 #
 # In the model below `fc1` stands last and is used first, so that the guess is wrong. Each layer has a bucket of its
-# own. The cell runs two steps as usual and two with the option, about which PyTorch will warn. Commit: how many of the
+# own. The cell runs two steps as usual and two with the option. Commit: how many of the
 # four buckets leave before `fc1`'s gradient is ready, in the second step, as usual and with the option?
 
 # %% tags=["commit"]
@@ -526,7 +526,7 @@ times_verdict = checks.bucket_times(bucket_times)
 times_verdict
 
 # %% [markdown]
-# Your three functions together say when the backward pass ends: when the last bucket has arrived. We train three networks, each on
+# `bucket_plan`, `bucket_times` and `arrivals` together say when the backward pass ends: when the last bucket has arrived. We train three networks, each on
 # hardware of its own:
 #
 # | network | layers | all gradients, MiB | backward pass, ms | alpha, ms | all bytes, ms |
@@ -702,7 +702,7 @@ claim("610 ms, and 850 for two", max(abs(one_ms / 610 - 1), abs(once_ms / 850 - 
 claim("both send six messages", [each.value("all_reduce_count") for each in batches.values()] == [6, 6])
 
 # %% [markdown]
-# *The first of two micro-batches takes its arithmetic alone, 240 ms. Both make six all-reduces.*
+# *The first of two micro-batches takes its arithmetic alone, 240 ms. Each run makes six all-reduces.*
 #
 # *Takeaway: all micro-batches but the last go into `no_sync`, forward pass included; divide each loss by their number.*
 #
