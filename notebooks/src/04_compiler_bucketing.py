@@ -201,7 +201,7 @@ plan_verdict = checks.bucket_plan(bucket_plan)
 plan_verdict
 
 # %% [markdown]
-# Does DDP follow your rule? `launch/ddp_compile.py` wraps the four layers with `bucket_cap_mb=BUCKET_MB`.
+# Does DDP follow your rule? `launch/ddp_compile.py` wraps four layers with `bucket_cap_mb=BUCKET_MB`.
 
 # %% tags=["summary"]
 four_layers = labkit.run("ddp_compile", nproc=RANKS, mode="ddp", dim=DIM, bucket_mb=BUCKET_MB, steps=1)
