@@ -46,6 +46,10 @@ from labkit_simulate.theory.transformer import (
 GIB = 2**30
 VTRAIN_SHARE, VTRAIN_CARDS = 0.446, 4
 """Of A100s under vTrain's program: the share that its first row implies, and cards of a host."""
+PRODUCT_S = 68e-6
+"""What a product costs beside its arithmetic: fitted to vTrain's rows with TP 1 and 2, together
+with a share of 0.45, by benchmarks/published.py. Taken for nanotron's smaller products.
+"""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,9 @@ def _nanotron_result(
     billions: str, shape: DecoderShape, batch: int, tensor: int, tied: bool, flops_share: float
 ) -> ReplicatedResult:
     hosts = get_hardware("h100-8x")
-    setup = ReplicatedSetup(shape, batch, 4096, 256 // tensor, tensor, 1, "none", 1, tied)
+    setup = ReplicatedSetup(
+        shape, batch, 4096, 256 // tensor, tensor, 1, "none", 1, tied, product_s=PRODUCT_S
+    )
     flops = setup.tokens / setup.ranks * shape.model_flops(4096)
     step_s = flops / hosts.peak_flops_per_s("bfloat16") / flops_share
     return ReplicatedResult(f"nanotron {billions}B", setup, hosts, step_s)

@@ -47,6 +47,7 @@ class ReplicatedSetup:
         checkpointing: see ``TrainingSetup``.
         zero: stage of ZeRO, 0, 1 or 3; 3 with one micro batch.
         tied: whether the output layer has the embedding's parameters.
+        product_s: what a block's product costs beside its arithmetic, with the launches around it.
     """
 
     model: DecoderShape
@@ -58,6 +59,7 @@ class ReplicatedSetup:
     checkpointing: Checkpointing = "none"
     zero: int = 1
     tied: bool = False
+    product_s: float = 0.0
 
     def __post_init__(self) -> None:
         # FSDP gathers and reduces in every micro batch, whose overlap the formula does not have.
@@ -118,19 +120,20 @@ class ReplicatedSetup:
             )
         )
         forward_s, backward_s = (
-            self.model.layers * sum(operator_s(self._cut(each), rank) for each in operators)
+            self.model.layers * sum(self._operator_s(each, rank) for each in operators)
             + extra / self.tensor
             for operators, extra in passes
         )
         return forward_s, backward_s
 
-    def _cut(self, operator: Operator) -> Operator:
-        """Return a rank's part of an operator, as if sequences were cut, too, outside products."""
-        return replace(
+    def _operator_s(self, operator: Operator, rank: Hardware) -> float:
+        """Return the seconds of a rank's part of an operator, as if sequences were cut, too."""
+        own = replace(
             operator,
             flops=operator.flops / self.tensor,
             moved_bytes=operator.moved_bytes / self.tensor,
         )
+        return operator_s(own, rank) + (self.product_s if own.flops else 0.0)
 
     def _data_s(self, rank: Hardware, data: Group) -> tuple[float, float]:
         """Return the seconds of summing gradients and of gathering parameters, all in one call."""

@@ -18,6 +18,7 @@ from labkit_simulate.theory.reference_results import (
     GIB,
     H100_RESULTS,
     IBM_RESULTS,
+    NANOTRON_RESULTS,
     TORCHTITAN_TENSOR_RESULTS,
     VTRAIN_RESULTS,
     fit_matmul_share,
@@ -286,6 +287,17 @@ def test_other_trainers_are_met_and_would_tell_a_slower_network():
         slow = row.hosts.with_links(row.hosts.links.slower(4))
         steps = [row.setup.estimate_step(hosts).step_s for hosts in (row.hosts, slow)]
         assert 0.8 < steps[0] / row.step_s < 1.25 < steps[1] / row.step_s, row.name
+
+
+def test_a_product_that_costs_more_than_its_arithmetic_tells_small_micro_batches_apart():
+    hosts, seen = VTRAIN_RESULTS[0].hosts, [row.setup for row in VTRAIN_RESULTS if row.setup.tensor == 1]
+    added = [
+        replace(setup, product_s=1e-4).estimate_step(hosts).step_s - setup.estimate_step(hosts).step_s for setup in seen
+    ]
+    # 7 products and attention forward, all but one of them again, 14 products and attention backward.
+    assert added == pytest.approx([1e-4 * 30 * (8 + 7 + 15) * setup.accumulate for setup in seen])
+    for row in NANOTRON_RESULTS:
+        assert 0.8 < row.setup.estimate_step(row.hosts).step_s / row.step_s < 1.25, row.name
 
 
 def test_hsdp_gathers_inside_its_groups_and_holds_as_much_as_one_of_them():
