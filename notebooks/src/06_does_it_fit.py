@@ -5,7 +5,7 @@
 # one process plays one rank of a thousand. It runs the real program, but its tensors have no memory, and its
 # collectives send nothing.
 #
-# The example of this lab and of lab 6b is `train.py`, a program that you have not seen. It trains Llama 2 with 7
+# The example of this lab and of lab 6b is `train.py`, a program that you have not seen, which trains Llama 2 with 7
 # billion parameters. You are given 64 H100, and another job leaves you 24 GiB of each. In section 6 you choose how to
 # train there, and a simulation judges your choice.
 #
@@ -66,7 +66,7 @@ BUDGET_GIB = checks.BUDGET_GIB
 # ## 1. What has to fit? ({minutes} minutes)
 #
 # Llama 2 7B has 6.74 billion parameters. `train.py` keeps each of them in float32, with its gradient and the two
-# running means of Adam. FSDP shards all four over the GPUs.
+# running means of Adam, and FSDP shards all four over the GPUs.
 #
 # Commit: how many GB is this state? And how many GPUs with 24 GiB, which are 25.8 GB, would hold it, if nothing else
 # needed room?
@@ -83,8 +83,8 @@ state = {"state_gb": STATE_BYTES / 1e9, "gpus": math.ceil(STATE_BYTES / (BUDGET_
 plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
 
 # %% [markdown]
-# Five GPUs would hold the state. No one trains it on five: activations need room as well, and so do gathered layers
-# and buffers. How much they need depends on the program, line by line.
+# Five GPUs would hold the state. No one trains it on five: activations need room as well, and so do gathered layers and
+# buffers. How much they need depends on the program, line by line.
 #
 # *Takeaway: with Adam in float32 the state takes 16 bytes a parameter. What comes on top of it depends on the program,
 # so let the program tell.*
@@ -96,7 +96,7 @@ plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
 # would hold. The next cell is rank 0 of 1024, which shards eight layers of 268 MB with FSDP2.
 #
 # Commit: of how many megabytes is a rank's shard of all the layers? And how many tensors of 268 MB, a whole layer each,
-# does the rank hold at its peak? You can compute the first. The second is a bet.
+# does the rank hold at its peak? You can compute the first, while the second is a bet.
 
 # %% tags=["commit"]
 mine_fake = commit(shard_mb=None, whole_layers=None)
@@ -170,8 +170,8 @@ claim("they are those of the table", all(268 < sizes_mb[name] < 270 for name in 
 # %% [markdown]
 # ## 3. Is it true? ({minutes} minutes)
 #
-# Here is the program that you are given. Read `main`, and look for four things: what a unit of FSDP is, what the mesh
-# looks like, what `shard_over` does, and in which dtype parameters are gathered.
+# Here is the program that you are given. Read its `main`, and look for four things: what a unit of FSDP is, what the
+# mesh looks like, what `shard_over` does, and in which dtype parameters are gathered.
 
 # %%
 Code(filename=TRAIN, language="python")
@@ -189,10 +189,10 @@ Code(filename=TRAIN, language="python")
 # `Config`. It plays rank 0, and returns what `labkit.run` returns: `result.summary()` shows all that was recorded, and
 # `result.value("peak_total_bytes")` the bytes that the rank holds at its peak, all kinds of tensors together.
 #
-# Why trust it? Because a small model can be held against real ranks. Two real ranks train it on this machine. Then
-# rank 0 is simulated, once as one of two and once as one of many.
+# You can trust it because a small model can be held against real ranks. Two real ranks train it on this machine, and
+# then rank 0 is simulated, once as one of two and once as one of many.
 #
-# Commit: by how many bytes will the simulated peak of one of two be off? That is a bet. And how many times as large are a
+# Commit: by how many bytes, as a bet, will the simulated peak of one of two be off? And how many times as large are a
 # rank's activations on 2 ranks as on 1024, if each rank has as many sequences of its own?
 
 # %% tags=["commit"]
@@ -218,12 +218,12 @@ same = {"off_bytes": totals["2 simulated"] - totals["2 real"], "activations": ke
 plots.comparison_table(same, yours=mine_same, column="found")
 
 # %% [markdown]
-# *Every number of the first two columns is equal.* That is no accident: the program is the same, line by line, and
-# what it allocates and sends does not depend on the values in its tensors. *In the third column the shards have become
-# small, and the activations are the same, since each rank has sequences of its own.*
+# *Every number of the first two columns is equal.* That is no accident: the program is the same, line by line, and what
+# it allocates and sends does not depend on the values in its tensors. In the third column the shards have become small,
+# and the activations are the same, since each rank has sequences of its own.
 #
-# *Takeaway: simulated bytes are those of real CPU ranks, to the byte. A GPU keeps some other tensors, and its
-# allocator takes more than the tensors need, so leave a tenth of the memory free.*
+# *Takeaway: simulated bytes are those of real CPU ranks, to the byte. A GPU keeps some other tensors, and its allocator
+# takes more than the tensors need, so leave a tenth of the memory free.*
 
 # %% tags=["claim"]
 recorded = [
@@ -242,8 +242,8 @@ claim("the shards have become small", shards.iloc[2] < shards["2 real"] / 4)
 # Now Llama 2 7B itself, its first 8 of 32 blocks, on 64 GPUs with one sequence each. `checkpointing="full"` keeps only
 # what goes into each block, and computes the rest again in the backward pass.
 #
-# Commit: what is the peak of a rank in GB, without checkpointing and with it? Both are bets. The figure will show them as
-# dashed lines.
+# Commit: what is the peak of a rank in GB, without checkpointing and with it? Both are bets, which the figure will show
+# as dashed lines.
 
 # %% tags=["commit"]
 mine_peaks = commit(none_gb=None, full_gb=None)
@@ -272,9 +272,9 @@ for curve, bet_gb in zip((above, below), mine_peaks.values(), strict=True):
 _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
 
 # %% [markdown]
-# *Above, each block adds what its backward pass needs, and the peak comes early in the backward pass, in the last block
-# but one. Below, a block adds its input alone, and each tooth of the backward pass is a block that is computed again.
-# Activations are nearly half of the upper peak, and less than a twentieth of the lower one.*
+# *Above, each block adds what its backward pass needs. Below, a block adds its input alone, and each tooth of the
+# backward pass is a block that is computed again.* Both peaks come early in the backward pass, in the last block but
+# one. Activations are nearly half of the upper peak, and less than a twentieth of the lower one.
 #
 # Does it fit on a GPU? The memory of a GPU holds more than tensors: the allocator takes it in large pieces, and beside
 # that there are CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit(result, budget_gib)` models the
@@ -292,14 +292,15 @@ for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
 parts = [run.value("peak_activation_bytes") / run.value("peak_total_bytes") for run in (kept_all, recomputed)]
 claim("activations are nearly half of the upper peak", 0.4 < parts[0] < 0.5, where=TOLD)
 claim("and less than a twentieth of the lower one", parts[1] < 0.05, where=TOLD)
-claim("in the last block but one", peak_phase_and_block(kept_all) == ("backward", "blocks.6"), where=TOLD)
+seventh = ("backward", "blocks.6")
+claim("both in the last block but one", {*map(peak_phase_and_block, (kept_all, recomputed))} == {seventh}, where=TOLD)
 
 # %% [markdown]
 # ## 5. What do more GPUs change? ({minutes} minutes)
 #
-# Some of what a rank holds is its share of a whole: sharded parameters, gradients and Adam's means. Call the whole
-# `shared_bytes`. The rest is the rank's own, whatever the number of ranks, such as activations and gathered units. Call
-# it `own_bytes`.
+# Some of what a rank holds is its share of a whole: sharded parameters, gradients and Adam's means. The whole is called
+# `shared_bytes`. The rest is the rank's own, whatever the number of ranks, such as activations and gathered units, and
+# is called `own_bytes`.
 #
 # ### Exercise 1: the smallest cluster (•, {minutes} minutes)
 #
@@ -334,9 +335,9 @@ hosts_verdict = checks.fewest_hosts(fewest_hosts)
 hosts_verdict
 
 # %% [markdown]
-# What is the rank's own? Simulate one of very many ranks, whose share is small: nearly all that is left is its own. And
-# the model need not be simulated whole. Blocks are alike, so each further one adds the same to the peak. We take 4 and
-# 6 blocks, continue the line to 8 for a test, and then to all 32.
+# To find the rank's own part, simulate one of very many ranks, whose share is small: nearly all that is left is its
+# own. And the model need not be simulated whole, because blocks are alike, and each further one adds the same to the
+# peak. We take 4 and 6 blocks, continue the line to 8 for a test, and then to all 32.
 #
 # Commit to a bet: on how many hosts does Llama 2 7B fit with 24 GiB a GPU, one sequence each and nothing recomputed?
 
@@ -371,8 +372,8 @@ plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the functi
 #
 # <details><summary>And with sequences of twice the length, on as many GPUs as you like?</summary>
 #
-# The own part is mostly activations, which double, and then it is more than 24 GiB by itself. Then no number of hosts is
-# enough, and something has to be recomputed.
+# The own part is mostly activations, which double, and then it is more than 24 GiB by itself. Then no number of hosts
+# is enough, and something has to be recomputed.
 #
 # </details>
 #
@@ -434,9 +435,9 @@ else:
 
 # %% [markdown]
 # *Two hosts are confirmed, with 0.8 GB to spare. The peak is lower than own part and share together, because it comes
-# early in the backward pass, when hardly any gradient has been made:* a rank then holds 12 bytes of each parameter of its
-# share, and not 16. What is left over is less than the tenth that section 3 asks for, so a careful person tries one step
-# on two real hosts.
+# early in the backward pass, when hardly any gradient has been made:* a rank then holds 12 bytes of each parameter of
+# its share, and not 16. What is left over is less than the tenth that section 3 asks for, so a careful person tries one
+# step on two real hosts.
 #
 # *Takeaway: more GPUs shrink a rank's share and leave its own part as it is. If the own part alone is too large, no
 # cluster is large enough. A rule finds the number of hosts, and a simulation confirms it.*
@@ -465,8 +466,8 @@ if TOLD and confirmed is not None:
 #
 # ### Exercise 3: the quickest that fits (••, {minutes} minutes)
 #
-# `choices` maps fields of the program to a value or a list of values. Plan all combinations on hosts of `"h100-8x"`.
-# Of those that fit into `budget_gib`, return the settings of the one that trains the most tokens in a second, or None if
+# `choices` maps fields of the program to a value or a list of values. Plan all combinations on hosts of `"h100-8x"`. Of
+# those that fit into `budget_gib`, return the settings of the one that trains the most tokens in a second, or None if
 # none fits. Beware: candidates with another batch train other numbers of tokens in a step.
 #
 # <details><summary>Hint 1</summary>
@@ -499,16 +500,16 @@ def quickest(program: Path, ranks: int, budget_gib: float, choices: dict[str, An
 checks.quickest(quickest)
 
 # %% [markdown]
-# Now the task from the beginning. Twelve ways to train the whole model on the 64 GPUs are simulated: nothing, something
-# or everything recomputed, one sequence a GPU or four, sharded over all GPUs or over the 8 of a host. *Selective*
-# checkpointing keeps what is expensive to compute again: attention, and every other GEMM.
+# Now the task from the beginning: twelve ways to train the whole model on the 64 GPUs are simulated, with nothing,
+# something or everything recomputed, one sequence a GPU or four, sharded over all GPUs or over the 8 of a host.
+# *Selective* checkpointing keeps what is expensive to compute again: attention, and every other GEMM.
 #
 # Commit: how many of the twelve fit into 24 GiB? You can rule out some: a rank's own part is 15.5 GB with one sequence
 # and nothing recomputed, and its share of the state is 107.8 GB divided by the GPUs that share it. The rest is a bet.
 #
-# The figure below the table shows the same twelve, with the time divided by the batch, so that ways with one sequence and
-# with four can be compared. What lies low is quick, and what lies to the left of the dashed line fits. Turn the budget,
-# and see what has to be given up.
+# The figure below the table shows the same twelve, with the time divided by the batch, so that ways with one sequence
+# and with four can be compared. What lies low is quick, and what lies to the left of the dashed line fits. Turn the
+# budget, and see what has to be given up.
 
 # %% tags=["commit"]
 mine_fitting = commit(fitting=None)
@@ -532,9 +533,9 @@ CandidateExplorer(found, budget_gib=int(BUDGET_GIB), per="batch")
 # %% [markdown]
 # ### Exercise 4: your choice (••, {minutes} minutes)
 #
-# Return your `shard_over`, `batch` and `checkpointing` for the 64 GPUs, with sequences of 2048 tokens. Other values than
-# those of the table are allowed. The check simulates all 32 blocks. Your choice has to fit into 24 GiB, and to train at
-# least 97 % as many tokens in a second as the best way that labkit knows.
+# Return your `shard_over`, `batch` and `checkpointing` for the 64 GPUs, with sequences of 2048 tokens. Other values
+# than those of the table are allowed. The check simulates all 32 blocks. Your choice has to fit into 24 GiB, and to
+# train at least 97 % as many tokens in a second as the best way that labkit knows.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -561,8 +562,8 @@ def chosen() -> dict[str, Any]:
 checks.chosen(chosen)
 
 # %% [markdown]
-# *Takeaway: recomputing everything costs a quarter of the time, sharding over all GPUs costs none here, and a larger batch
-# gains about a tenth. So shard first, then shrink the batch, and recompute last.*
+# *Takeaway: recomputing everything costs a quarter of the time, sharding over all GPUs costs none here, and a larger
+# batch gains about a tenth. So shard first, then shrink the batch, and recompute last.*
 
 # %% tags=["claim"]
 speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}
@@ -579,8 +580,8 @@ claim("it beats four sequences with everything recomputed", speeds["none", 1, No
 # %% [markdown]
 # ## 7. What can it not know? ({minutes} minutes)
 #
-# A simulated tensor has no values. A program that asks for one is stopped at the line that asks. The program below is
-# plain PyTorch without a line of labkit. Commit to the number of that line.
+# A simulated tensor has no values, so a program that asks for one is stopped at the line that asks. The program below
+# is plain PyTorch without a line of labkit. Commit to the number of that line.
 
 # %%
 folder = tempfile.TemporaryDirectory()

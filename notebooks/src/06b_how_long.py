@@ -82,9 +82,9 @@ pandas.DataFrame.from_dict(figures, orient="index", columns=["H100", "from"]).ro
 # The guess lies between two figures: NCCL compares its algorithms with 14 µs, and the one network of which we have
 # measurements, between hosts of B200s, fits 434 µs. The middle of the two, by ratio, is 78.
 #
-# An **operator** takes as long as the longer of two things: its arithmetic, and its traffic with memory. That is the
-# *roofline*. A **GEMM** of two matrices of 4096 × 4096 does 2 · 4096³ operations and moves three matrices of 2 bytes
-# an element. A sum of two such matrices moves as many bytes.
+# An **operator** takes as long as the longer of two things, its arithmetic and its traffic with memory, which is called
+# the *roofline*. A **GEMM** of two matrices of 4096 × 4096 does 2 · 4096³ operations and moves three matrices of 2
+# bytes an element. A sum of two such matrices moves as many bytes.
 #
 # Commit: how many microseconds does each take, by the table?
 
@@ -123,10 +123,10 @@ claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 # %% [markdown]
 # ## 2. How long does a gather take? ({minutes} minutes)
 #
-# A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. In a ring of n ranks, a rank's shard makes
-# n − 1 hops. Most hops stay inside a host, and one less than there are hosts cross the network. The bytes that leave a
-# GPU hardly grow with n, as lab 0 found: over several hosts nearly all 405 MB pass through the eight network cards of
-# each host together. But every hop has its latency, so a gather takes about
+# A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. In a ring of n ranks, a rank's shard makes n − 1
+# hops. Most hops stay inside a host, and one less than there are hosts cross the network. The bytes that leave a GPU
+# hardly grow with n, as lab 0 found: over several hosts nearly all 405 MB pass through the eight network cards of each
+# host together. But every hop has its latency, so a gather takes about
 #
 # hops inside · their latency + hops between hosts · theirs + bytes / bandwidth of the eight cards.
 #
@@ -157,12 +157,12 @@ display(plots.comparison_table(found_ms, yours=mine_gather, tolerance=0.05, colu
 pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 
 # %% [markdown]
-# You have estimated NCCL's protocol *Simple*. NCCL has three **protocols**, ways in which data go from one GPU to the
-# next. *Simple* sends large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own
-# signal, so a hop has a shorter latency, but only half of a line of LL is payload. NCCL takes what it estimates to be
-# quickest, and so does labkit. *The more hosts there are, the more the shorter latency is worth: one host takes Simple,
-# 8 take LL128, and 128 take LL. There the gather takes four times as long as on one host, and with Simple it would take
-# twelve times as long.*
+# You have estimated *Simple*, one of NCCL's three **protocols**, ways in which data go from one GPU to the next. It
+# sends large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own signal, so a hop has
+# a shorter latency, but only half of a line of LL is payload. NCCL takes what it estimates to be quickest, and so does
+# labkit. *The more hosts there are, the more the shorter latency is worth: one host takes Simple, 8 take LL128, and 128
+# take LL. There the gather takes four times as long as on one host, and with Simple it would take twelve times as
+# long.*
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes. Whoever estimates it must choose the protocol
 # as NCCL does.*
@@ -182,8 +182,8 @@ claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
 # %% [markdown]
 # ## 3. What does a step wait for? ({minutes} minutes)
 #
-# A step is not the sum of its parts: while a block computes, the next one is gathered. A GPU has **streams** for that.
-# Each runs its tasks in order, and two streams run beside each other.
+# A step is not the sum of its parts: while a block computes, the next one is gathered. A GPU has **streams** for that,
+# each of which runs its tasks in order, while two streams run beside each other.
 #
 # Here is a rule for FSDP that has room for two gathered units. The gather of a unit waits for the gather before it,
 # because they share a stream, and for the end of the unit before the last, which frees the room. A unit computes when
@@ -191,8 +191,8 @@ claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
 #
 # ### Exercise 1: when does the forward pass end? (•••, {minutes} minutes)
 #
-# `gathers_s` and `computes_s` are the seconds of each unit, in order. Return when the last unit has computed. The first
-# unit is gathered at time 0.
+# `gathers_s` and `computes_s` are the seconds of each unit, in order. Return when the last unit has computed, if the
+# gather of the first one begins at time 0.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -229,9 +229,9 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
 checks.forward_s(forward_s)
 
 # %% [markdown]
-# Now a whole step of `train.py`. With `hardware=` a simulation estimates its time, too. We take the first 8 of the 32
-# blocks, so that you can tell them apart. Before them comes the root, with 262 million parameters and next to nothing to
-# compute. Each block computes for 2.7 ms.
+# Now take a whole step of `train.py`, whose time a simulation with `hardware=` estimates, too. We take the first 8 of
+# the 32 blocks, so that you can tell them apart. Before them comes the root, with 262 million parameters and next to
+# nothing to compute, and each block computes for 2.7 ms.
 
 # %%
 root_ms = {hosts: gather_ms(2 * LLAMA_2_7B.root_parameters, hosts) for hosts in (1, 128)}
@@ -271,8 +271,8 @@ plots.comparison_table(ends_ms, yours=mine_forward, tolerance=0.03, column="in t
 # block after block waits for its gather.* Your function and the record follow the same rule, so they agree: that tests
 # your function, and not the rule.
 #
-# *Takeaway: a gather hides as long as it takes less time than the block before it computes. The part that does not
-# hide is exposed, and it is what you pay for.*
+# *Takeaway: a gather hides as long as it takes less time than the block before it computes. The part that does not hide
+# is exposed, and it is what you pay for.*
 
 # %% tags=["claim"]
 claim("the root has 262 million parameters", round(LLAMA_2_7B.root_parameters / 1e6) == 262)
@@ -289,8 +289,8 @@ claim("function and record agree", off < 0.03, where=TOLD)
 #
 # From the shape of the model alone, the memory and the time of a step can be estimated at once for every number of
 # GPUs. Two questions hide in the word *scaling*. **Weak**: each GPU keeps one sequence. **Strong**: the step keeps its
-# 1024 sequences, so that each of 256 GPUs has 4, and each of 1024 has one. Fewer than 256 are not drawn: 8 sequences with
-# nothing recomputed do not fit into the 80 GiB of an H100.
+# 1024 sequences, so that each of 256 GPUs has 4, and each of 1024 has one. Fewer than 256 are not drawn: 8 sequences
+# with nothing recomputed do not fit into the 80 GiB of an H100.
 
 # %%
 sizes = [8 << doublings for doublings in range(8) if 8 << doublings <= RANKS]
@@ -342,8 +342,8 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 #
 # <details><summary>Where does the time go?</summary>
 #
-# In weak scaling each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do not.
-# In strong scaling each GPU computes a quarter of what it did among 256, and its gathers have more hops.
+# In weak scaling each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do
+# not. In strong scaling each GPU computes a quarter of what it did among 256, and its gathers have more hops.
 #
 # </details>
 #
@@ -371,16 +371,17 @@ widgets.StepExplorer()
 # %% [markdown]
 # <details><summary>What you should have found</summary>
 #
-# A GPU of 1024 keeps 57 % of its speed with 8 blocks, about as much as with all 32. With half of each card it keeps 43 %, with 434 µs 22 %, and with the wrong
-# protocol, Simple, hardly more: 23 %. With 14 µs it keeps 85 %. With twice the tokens it keeps 89 %, because a longer
-# computation hides a longer gather.
+# A GPU of 1024 keeps 57 % of its speed with 8 blocks, about as much as with all 32. With half of each card it keeps 43
+# %, with 434 µs 22 %, and with the wrong protocol, Simple, hardly more: 23 %. With 14 µs it keeps 85 %. With twice the
+# tokens it keeps 89 %, because a longer computation hides a longer gather.
 #
 # </details>
 #
 # So the result is not a percentage. It is a **range**, and the name of the figure that decides. labkit derives ranges
 # from measurements that it had not been fitted to: computation is met within a factor of 1.2, a collective over
 # measured links within 1.25. A network that nobody measured may be off by 2.4, and it may be as quick as 14 µs make it,
-# or as slow as 434 µs. A step is scheduled once with everything as short as that allows, and once with everything as long.
+# or as slow as 434 µs. A step is scheduled once with everything as short as that allows, and once with everything as
+# long.
 #
 # In lab 6 `shard_over` decided about memory. At 1024 GPUs there is room, and it decides about time: groups of so many
 # neighbours share a model, so that gathers stay within the group. Between the groups an all-reduce adds up the
@@ -404,13 +405,14 @@ ranges_ms = 1e3 * pandas.DataFrame.from_dict(range_rows, orient="index", columns
 ranges_ms.rename_axis("shard_over, ms").round(1)
 
 # %% [markdown]
-# *All the ranges overlap.* Does the estimate then say nothing about which way is quicker? It does. The low end of one
-# range belongs to a quick network and the high end of another to a slow one, but all seven ways would run on the same
-# network. So compare them there: a way is out if some other way is quicker on *every* network that you may get.
+# *All the ranges overlap.* That does not mean that the estimate says nothing about which way is quicker. The low end of
+# one range belongs to a quick network and the high end of another to a slow one, but all seven ways would run on the
+# same network. So compare them there: a way is out if some other way is quicker on *every* network that you may get.
 #
 # ### Exercise 2: which ways are left? (•, {minutes} minutes)
 #
-# `steps[way][network]` has the seconds of a step. Return the names of all ways that no other way beats on every network.
+# `steps[way][network]` has the seconds of a step. Return the names of all ways that no other way beats on every
+# network.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -458,11 +460,11 @@ steps_ms = 1e3 * pandas.DataFrame.from_dict(way_steps, orient="index")
 steps_ms.assign(left=[way in ways_left for way in way_steps]).rename_axis("shard_over, ms").round(1)
 
 # %% [markdown]
-# *Groups of 32, 64 and 128 are left. Sharding over all 1024 GPUs is out, since groups of 64 beat it on every network,
-# although the ranges of the two overlap widely.*
+# *Groups of 32, 64 and 128 are left, and sharding over all 1024 GPUs is out, since groups of 64 beat it on every
+# network, although the ranges of the two overlap widely.*
 #
-# *Takeaway: an estimate is a range, and it has to include whatever was measured elsewhere. To compare two ways, put both
-# on the same network: overlapping ranges alone do not make them equal.*
+# *Takeaway: an estimate is a range, and it has to include whatever was measured elsewhere. To compare two ways, put
+# both on the same network: overlapping ranges alone do not make them equal.*
 
 
 # %% tags=["claim"]
@@ -495,8 +497,8 @@ claim("64 beats 1024 on every network", TOLD and (steps_ms.loc["64"] < steps_ms.
 # %% [markdown]
 # ## 6. Defend a choice ({minutes} minutes)
 #
-# Several ways are left, and you must choose before anybody has measured. A careful choice is one that is nearly the best
-# on *every* network that you may get.
+# Several ways are left, and you must choose before anybody has measured. A careful choice is one that is nearly the
+# best on *every* network that you may get.
 #
 # ### Exercise 3: the robust choice (•, {minutes} minutes)
 #
@@ -546,8 +548,8 @@ shares = 100 * steps_ms.min() / steps_ms
 shares.assign(worst=shares.min(axis=1)).rename_axis("shard_over, % of the best speed").round(1)
 
 # %% [markdown]
-# *64 keeps 99 % of the best speed wherever it runs, and 32 hardly less. Groups of 16 to 64 keep 96 %. With 434 µs, 128
-# keeps only 81 %.*
+# *64 keeps 99 % of the best speed wherever it runs, and groups of 16 to 64 all keep 96 %. With 434 µs, 128 GPUs that
+# share a model keep only 81 %.*
 #
 # ### Exercise 4: the defence (••, {minutes} minutes)
 #
@@ -581,12 +583,12 @@ def defence() -> dict[str, Any]:
 checks.defence(defence)
 
 # %% [markdown]
-# *Takeaway: if you cannot measure, take a way that is nearly the best on every network, give a range, and name the figure
-# behind it.* Here it is the latency between hosts, and `all_gather_perf` of nccl-tests measures it in minutes.
+# *Takeaway: if you cannot measure, take a way that is nearly the best on every network, give a range, and name the
+# figure behind it.* Here it is the latency between hosts, and `all_gather_perf` of nccl-tests measures it in minutes.
 
 # %% tags=["claim"]
 worst = shares.min(axis=1)
-claim("64 keeps 99 %, and 32 hardly less", TOLD and worst["64"] > 98.5 and worst["64"] > worst["32"] > 98, where=TOLD)
+claim("64 keeps 99 %", TOLD and worst["64"] > 98.5, where=TOLD)
 claim("groups of 16 to 64 keep 96 %", TOLD and worst[["16", "32", "64"]].min() > 95.5, where=TOLD)
 claim("128 keeps only 81 %", TOLD and round(shares.loc["128", "434 µs"]) == 81, where=TOLD)
 
