@@ -4,8 +4,8 @@
     python benchmarks/mystery.py --seeds 5       # a look
 
 ``diagnose`` is a scripted expert. Like a learner it reads the symptom and the printed tables of at most three tools;
-it knows the causes by name, and not the seed's fault. Prints a line for each seed that it gets wrong, and last one
-JSON object.
+it knows the causes by name, and not the seed's fault. It names the rank, the cause, and the line that proves it. Prints
+a line for each seed that it gets wrong, and last one JSON object.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from labkit_course.checks.ranks.mystery import RANKS, draw_fault
 SLOW_STEP_MS = 40
 TAG = "MYSTERY_TAG"
 """An environment variable that all processes of the runs carry."""
-Diagnosis = tuple[int | None, str]
-NO_IDEA: Diagnosis = (None, "")
+Diagnosis = tuple[int | None, str, str]
+NO_IDEA: Diagnosis = (None, "", "")
 
 
 def diagnose(case: Mystery) -> Diagnosis:
-    """Name rank and cause of a run from its symptom and the text of at most three tools."""
+    """Name rank, cause and proof of a run from its symptom and the text of at most three tools."""
     symptom = repr(case)
     if "was stopped" in symptom:
         return of_a_hang(case)
@@ -42,8 +42,8 @@ def diagnose(case: Mystery) -> Diagnosis:
         return of_a_failure(case)
     if "nan" in symptom:
         losses = rows(case, "losses")
-        first = next(row for row in losses if "nan" in row)
-        return first.index("nan"), "nan"
+        step, first = next((step, row) for step, row in enumerate(losses) if "nan" in row)
+        return first.index("nan"), "nan", f"losses: step {step}"
     pace = re.search(r"took (\d+) ms", symptom)
     if pace and int(pace[1]) > SLOW_STEP_MS:
         return of_slowness(case)
@@ -74,30 +74,29 @@ def of_a_hang(case: Mystery) -> Diagnosis:
     stacks = [row[-1] for row in rows(case, "stacks")]
     waits = [rank for rank, stack in enumerate(stacks) if "wait_for_all" in stack]
     if len(waits) == 1:
-        return waits[0], "fewer batches"
+        return waits[0], "fewer batches", f"stacks: rank {waits[0]}"
     swaps = [rank for rank, stack in enumerate(stacks) if "swap_boundary" in stack]
     if len(swaps) == 2:
         # Both send: the odd rank should receive first. Both receive: the even one should send.
-        return swaps["send" in stacks[swaps[0]]], "deadlock"
+        rank = swaps["send" in stacks[swaps[0]]]
+        return rank, "deadlock", f"stacks: rank {rank}"
     return of_calls(case)
 
 
 def of_calls(case: Mystery) -> Diagnosis:
     """Find the first call in which the ranks differ."""
-    for calls in rows(case, "record"):
-        names = [call.removesuffix(" …") for call in calls]
-        rank = odd_one(names)
-        if rank is None:
-            continue
-        usual = names[rank - 1]
-        if names[rank].split(" (")[0] == usual.split(" (")[0]:
-            return rank, "other shape"
-        # A rank that leaves out a call makes the others wait in the end; one that swaps two does not.
-        own, others = (re.match(r"\d+\.\d", name) for name in (names[rank], usual))
-        if "was stopped" in repr(case) or not (own and others):
-            return rank, "left out"
-        return rank, "other order"
-    return NO_IDEA
+    lines = re.findall(r"^(call \d+) +(.*)$", show(case, "record"), re.MULTILINE)
+    table = [(row, [call.removesuffix(" …") for call in re.split(r"\s{2,}", cells.strip())]) for row, cells in lines]
+    parted = next((place for place, (_, calls) in enumerate(table) if odd_one(calls) is not None), None)
+    if parted is None:
+        return NO_IDEA
+    row, calls = table[parted]
+    rank = odd_one(calls) or 0
+    if calls[rank].split(" (")[0] == calls[rank - 1].split(" (")[0]:
+        return rank, "other shape", f"record: {row}"
+    # After two calls that were swapped all is equal again; after one that is missing, nothing is.
+    is_equal_again = any(len(set(calls)) == 1 for _, calls in table[parted:])
+    return rank, "other order" if is_equal_again else "left out", f"record: {row}"
 
 
 def of_a_failure(case: Mystery) -> Diagnosis:
@@ -105,7 +104,7 @@ def of_a_failure(case: Mystery) -> Diagnosis:
     text = show(case, "ends")
     for cause, pattern in {"killed": r"^rank (\d) +-9 ", "out of memory": r"^rank (\d) .*MemoryError"}.items():
         if found := re.search(pattern, text, re.MULTILINE):
-            return int(found[1]), cause
+            return int(found[1]), cause, f"ends: rank {found[1]}"
     return of_calls(case)
 
 
@@ -113,23 +112,25 @@ def of_slowness(case: Mystery) -> Diagnosis:
     """Who computes longest? If nobody, which message takes long?"""
     computes = [float(row[1]) for row in rows(case, "times")]
     if max(computes) > 2 * sorted(computes)[1]:
-        return computes.index(max(computes)), "straggler"
-    links = re.findall(r"rank (\d) → \d +(\S+)", show(case, "links"))
-    return int(max(links, key=lambda link: float(link[1]))[0]), "slow link"
+        rank = computes.index(max(computes))
+        return rank, "straggler", f"times: rank {rank}"
+    links = re.findall(r"(rank (\d) → \d) +(\S+)", show(case, "links"))
+    row, rank, _ = max(links, key=lambda link: float(link[2]))
+    return int(rank), "slow link", f"links: {row}"
 
 
 def of_wrong_numbers(case: Mystery) -> Diagnosis:
     """Are the weights equal? If they are, what is the gradient's factor?"""
     start, end = zip(*rows(case, "weights"), strict=True)
     if (rank := odd_one(list(start))) is not None:
-        return rank, "other weights"
+        return rank, "other weights", f"weights: rank {rank}"
     if set(end) != {"0"}:
         return of_calls(case)
     factors = {row[0] for row in rows(case, "gradients")}
     if factors == {f"{RANKS:.3f}"}:
-        return None, "wrong scale"
+        return None, "wrong scale", "gradients: rank 0"
     samples = {row[0] for row in rows(case, "samples")}
-    return (None, "same samples") if len(samples) == 1 else NO_IDEA
+    return (None, "same samples", "samples: rank 0") if len(samples) == 1 else NO_IDEA
 
 
 def processes_of_runs() -> list[int]:

@@ -13,9 +13,7 @@ from typing import Literal
 
 from labkit import rank
 from labkit.config import PositiveInt
-from launch import museum
 from launch.museum import (  # noqa: F401  # a warm launch has imported them
-    accumulate,
     bfloat,
     clip,
     counts,
@@ -24,11 +22,14 @@ from launch.museum import (  # noqa: F401  # a warm launch has imported them
     gathered,
     norm,
     router,
+    scale,
+    smoothing,
     tied,
     tokens,
     unwaited,
     visit,
 )
+from launch.museum.parts import Weights
 
 
 @dataclass
@@ -42,14 +43,15 @@ class Config:
         "tokens",
         "router",
         "gathered",
+        "smoothing",
         "extra",
         "clip",
         "tied",
-        "accumulate",
         "unwaited",
         "bfloat",
+        "scale",
     ] = "norm"
-    """The bug."""
+    """The bug; scale has none."""
     steps: PositiveInt = 20
     """Steps that are trained twice: on the ranks with the bug, and on one device without it."""
     check: Literal["none", "parity"] = "none"
@@ -64,16 +66,22 @@ class Config:
             )
 
 
+@rank.replaceable
+def parity(got: Weights, whole: Weights, cut: dict[str, int]) -> visit.Found:
+    """Compare this rank's gradients with one device's; use= takes a comparison of your own."""
+    return visit.parity(got, whole, cut)
+
+
 def main(config: Config) -> None:
     """Compare a step, then train."""
     with rank.session() as here:
         if config.check == "parity":
-            found = visit.merge_ranks(visit.compare_gradients(museum.open_room(config.room)))
+            found = visit.merge_ranks(visit.compare_gradients(config.room, parity))
             worst = max(found["errors"].values())
             is_right, count = not found["wrong"], len(found["errors"])
             here.finish_check(check="parity", compared=count, max_rel_error=worst, ok=is_right)
         else:
-            rank.report(**visit.visit_room(config.room, config.steps))
+            rank.report(**visit.visit_room(config.room, config.steps, parity))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import pytest
 from fixture_long import long_but
 
 from labkit_course.checks import mystery
-from labkit_course.checks.mystery import CAUSES, MOST_TOOLS, TOOLS, Findings, Mystery, judge_diagnosis
-from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, draw_fault
+from labkit_course.checks.mystery import CAUSES, MOST_TOOLS, TOOLS, Findings, KnownFault, Mystery, judge_diagnosis
+from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, Fault, draw_fault
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "mystery.py"
 SEEDS = {cause: [seed for seed in range(400) if draw_fault(seed).cause == cause] for cause in CAUSES}
@@ -43,6 +43,7 @@ def test_an_expert_solves_it_with_three_tools_and_no_process_is_left(seed, exper
     with pytest.MonkeyPatch.context() as patch:
         for module in (mystery, sys.modules[draw_fault.__module__]):
             patch.delattr(module, "draw_fault")
+        patch.delattr(Fault, "lines")
         named = expert.diagnose(case)
     assert judge_diagnosis(seed, named).ok, (draw_fault(seed), named, case, case.asked)
     assert 1 <= len(case.asked) <= MOST_TOOLS and took_s < 10
@@ -83,14 +84,47 @@ def test_a_fourth_tool_is_refused_and_a_second_look_is_free(capsys):
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ((3, "slow link"), "passed: mystery 6: rank 3"),
-        ((2, "slow link"), "wrong: mystery 6: 'slow link' is right, rank 2 is not"),
-        ((3, "straggler"), "wrong: mystery 6: rank 3 is right, 'straggler' is not"),
-        ((None, "nan"), "wrong: mystery 6: neither no single rank nor 'nan'"),
-        ((True, "slow link"), "wrong: mystery 6: 'slow link' is right, rank True is not"),
-        ((3, ["slow link"]), "wrong: mystery 6: ['slow link'] is none of the causes"),
-        ("slow link", "wrong: mystery 6: 'slow link' is no pair"),
+        ((3, "slow link", "links: rank 3 → 2"), "passed: mystery 6: rank 3"),
+        ((3, "slow link", " links:  rank 3 →  2 "), "passed: mystery 6: rank 3"),
+        ((3, "slow link", "links: rank 2 → 3"), "wrong: mystery 6: rank 3, 'slow link' is right, 'links: rank 2"),
+        ((3, "slow link", "times: rank 2"), "wrong: mystery 6: rank 3, 'slow link' is right, 'times: rank 2' does not"),
+        (
+            (3, "slow link", "60 ms"),
+            "wrong: mystery 6: rank 3, 'slow link' is right, '60 ms' is not the line of a tool",
+        ),
+        ((3, "slow link", None), "wrong: mystery 6: rank 3, 'slow link' is right, 'None' is not the line of a tool"),
+        ((2, "slow link", ""), "wrong: mystery 6: 'slow link' is right, rank 2 is not"),
+        ((3, "straggler", ""), "wrong: mystery 6: rank 3 is right, 'straggler' is not"),
+        ((None, "nan", ""), "wrong: mystery 6: neither no single rank nor 'nan'"),
+        ((True, "slow link", ""), "wrong: mystery 6: 'slow link' is right, rank True is not"),
+        ((3, ["slow link"], ""), "wrong: mystery 6: ['slow link'] is none of the causes"),
+        ((3, "slow link"), "wrong: mystery 6: (3, 'slow link') is not (rank, cause, line)"),
+        ("slow link", "wrong: mystery 6: 'slow link' is not (rank, cause, line)"),
     ],
 )
 def test_a_verdict_says_what_of_a_diagnosis_is_right(named, said):
     assert repr(judge_diagnosis(6, named)).startswith(said)
+
+
+def test_every_fault_has_a_line_of_evidence_that_a_tool_prints():
+    for seed in range(400):
+        lines = draw_fault(seed).lines()
+        assert lines and {line.partition(": ")[0] for line in lines} <= set(TOOLS)
+
+
+def test_a_known_fault_may_be_asked_every_tool_and_names_itself(capsys):
+    case = KnownFault("nan", rank=2)
+    assert repr(case).startswith("'nan' on rank 2. The run ended.")
+    for tool in TOOLS:
+        case.ask(tool)
+    printed = capsys.readouterr().out
+    assert printed.count("Known fault: 'nan' on rank 2") == len(TOOLS) and "You have asked" not in printed
+    assert case.table("losses").loc["step 3"].tolist().index("nan") == 2
+    with pytest.raises(ValueError, match="is known"):
+        case.name(2, "nan", "losses: step 3")
+
+
+@pytest.mark.parametrize("cause", ["wrong scale", "hunger"])
+def test_a_known_fault_is_one_of_a_single_rank(cause):
+    with pytest.raises(ValueError, match="is no fault of one rank; choose one of left out, "):
+        KnownFault(cause, rank=0)

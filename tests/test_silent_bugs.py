@@ -21,10 +21,16 @@ SOURCE = Path(__file__).resolve().parents[1] / "notebooks" / "src" / "07b_silent
 WRONG = {
     **{"norm": ["norm"], "counts": ["first", "last"], "experts": ["experts"], "tokens": ["embed"]},
     **{"router": ["gate"], "gathered": ["text"], "extra": ["extra", "trunk"], "clip": ["down", "head", "up"]},
-    **{"tied": ["words"], "accumulate": ["first", "last"], "unwaited": ["first", "last"], "bfloat": ["last"]},
+    **{"tied": ["words"], "smoothing": ["head", "trunk"], "unwaited": ["first", "last"], "bfloat": ["last"]},
+    "scale": [],
 }
 """By room, the weights whose gradient is wrong."""
-BY_TYPES = ["norm", "tokens", "router", "clip", "accumulate", "bfloat"]
+BUGS = [name for name in museum.ROOMS if WRONG[name]]
+BY_FACTOR = {"experts": 2, "extra": 2, "clip": 1.05}
+"""Rooms in which some gradient is wrong by a factor alone, on two ranks."""
+DRIFTING = {"norm": "norm", "tokens": "embed", "router": "gate", "tied": "words"}
+"""Rooms whose ranks drift apart, and in which weight."""
+BY_TYPES = ["norm", "tokens", "router", "smoothing", "bfloat"]
 """Rooms that the types refuse."""
 
 
@@ -40,12 +46,14 @@ def visits(rank_pool):
     return first
 
 
-def test_there_are_twelve_rooms_of_at_most_60_lines_with_a_step_of_at_most_15():
-    assert len(set(museum.ROOMS)) == 12 == len(WRONG)
+def test_there_are_twelve_rooms_with_a_bug_of_at_most_60_lines_with_a_step_of_at_most_15():
+    assert set(museum.ROOMS) == set(WRONG) and len(BUGS) == 12
+    assert museum.thread("scale") == ("", ""), "nobody published that, since it is right"
     for name in museum.ROOMS:
         room = museum.open_room(name)
         assert len(inspect.getsource(room).splitlines()) <= 60, name
         assert len(inspect.getsource(room.step).splitlines()) <= 17, "head, docstring and 15 lines"
+    for name in BUGS:
         where, when = museum.thread(name)
         assert re.fullmatch(r"[\w-]+/[\w-]+#\d+", where) and re.fullmatch(r"\d+ [A-Z]\w+ 20\d\d", when)
 
@@ -55,7 +63,21 @@ def test_parity_catches_the_bug_and_names_the_weights(name, visits):
     assert visits[name]["wrong"] == WRONG[name]
     rest = [error for weight, error in visits[name]["errors"].items() if weight not in WRONG[name]]
     assert all(error < 1e-5 for error in rest), "far from the limit"
-    assert max(visits[name]["errors"].values()) > 10 * museum.TOLERANCE
+    assert not WRONG[name] or max(visits[name]["errors"].values()) > 10 * museum.TOLERANCE
+
+
+def test_a_rest_tells_a_missing_term_from_a_factor_and_the_spread_tells_who_drifts(visits):
+    for name, visit_ in visits.items():
+        if name == "unwaited":  # what a rank holds there hangs on its luck
+            continue
+        rests = {each: museum.unexplained(error, visit_["ratios"][each]) for each, error in visit_["errors"].items()}
+        factors = [visit_["ratios"][each] for each in WRONG[name] if rests[each] < 1e-3]
+        assert bool(factors) == (name in BY_FACTOR), name
+        if factors:
+            assert max(factors) == pytest.approx(BY_FACTOR[name], abs=0.05)
+        drifting = [each for each, gap in visit_["spread"].items() if gap > museum.TOLERANCE]
+        assert drifting == ([DRIFTING[name]] if name in DRIFTING else []), name
+    assert visits["norm"]["spread"].keys() == {"norm", "head"}, "up and down are cut"
 
 
 @pytest.mark.parametrize("name", museum.ROOMS)
@@ -87,7 +109,7 @@ def test_other_numbers_of_ranks_are_refused(name, ranks):
 def mended_steps():
     """The mended step of each room, as text, from the notebook: a function, or a diff of the published one."""
     text = SOURCE.read_text()
-    steps = {name: mended_by_function(text, name) or mended_by_diff(text, name) for name in museum.ROOMS}
+    steps = {name: mended_by_function(text, name) or mended_by_diff(text, name) for name in BUGS}
     assert sorted(name for name, step in steps.items() if not step) == []
     return steps
 
@@ -99,7 +121,8 @@ def mended_by_function(text, name):
 
 def mended_by_diff(text, name):
     """The published step with the lines of the room's ```diff taken out and put in."""
-    section = text.partition(f'museum.read("{name}")')[2].partition("\n# ## ")[0]
+    section = text.partition(f'museum.read("{name}")')[2]
+    section = re.split(r"^(?:# ## |museum\.read)", section, flags=re.MULTILINE)[0]
     step = inspect.getsource(museum.open_room(name).step).splitlines()
     (diff,) = re.findall(r"^# ```diff\n(.*?)^# ```", section, flags=re.MULTILINE | re.DOTALL)
     place = 0
@@ -121,7 +144,7 @@ def steps(tmp_path_factory):
     made = {}
     for name, text in mended_steps().items():
         path = tmp_path_factory.mktemp(name) / f"mended_{name}.py"
-        imports = "import torch\nimport torch.distributed as dist\nfrom torch import Tensor\n"
+        imports = "import time\n\nimport torch\nimport torch.distributed as dist\nfrom torch import Tensor\n"
         imports += "from torch.nn.functional import cross_entropy, gelu, one_hot, rms_norm\n"
         imports += "from launch.museum.parts import *\nfrom launch.museum.experts import choose\n\n\n"
         path.write_text(imports + textwrap.dedent(text))
@@ -133,7 +156,7 @@ def steps(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
-@pytest.mark.parametrize("name", museum.ROOMS)
+@pytest.mark.parametrize("name", BUGS)
 def test_the_mended_step_passes_and_the_published_one_does_not(name, steps):
     verdict = checks.mended(steps[name], room=name)
     assert verdict.ok, verdict
@@ -142,13 +165,41 @@ def test_the_mended_step_passes_and_the_published_one_does_not(name, steps):
     assert any(f"the gradient of {weight} is" in verdict.detail for weight in WRONG[name])
 
 
-def test_the_types_refuse_six_rooms_and_accept_their_mends(steps):
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_the_room_without_a_bug_passes_as_it_stands():
+    assert checks.mended(museum.open_room("scale").step, room="scale").ok
+
+
+def judged(name, comparison):
+    """What visit_room makes of a room with a comparison of one's own."""
+    return visit.visit_room(name, 1, comparison)
+
+
+def nothing_is_off(got, whole, cut):
+    return {name: (0.0, 1.0) for name in got}
+
+
+def test_the_comparison_that_a_learner_gives_judges_the_room(rank_pool):
+    for found in rank_pool.run(2, judged, ("norm", nothing_is_off), 60):
+        assert found["wrong"] == [] and set(found["errors"].values()) == {0.0}
+
+
+def test_the_types_refuse_five_rooms_and_accept_their_mends(steps):
     pytest.importorskip("spmd_types", reason="pip install spmd_types")
     said = typed.ask_all()
     assert [name for name, complaint in said.items() if complaint] == BY_TYPES
     assert said["norm"] == "the gradient of norm is P, not R"
     assert said["tied"] is None, "send has no rule yet"
-    assert typed.ask_all(steps) == dict.fromkeys(museum.ROOMS, "") | {"tied": None}, "no false alarm"
+    assert typed.ask_all(steps) == dict.fromkeys(BUGS, "") | {"tied": None}, "no false alarm"
+    assert said["scale"] == "", "nor where nothing is wrong"
+
+
+def test_the_types_take_ones_word_for_what_a_step_begins_with(steps):
+    pytest.importorskip("spmd_types", reason="pip install spmd_types")
+    assert typed.verdict("norm", steps["norm"], typed.declare("norm")) == "accepted"
+    for wrong in ({"norm": "I"}, {"inputs": "I", "norm": "I", "head": "I"}, {"up": "I"}):
+        assert "Invariant" in typed.verdict("norm", steps["norm"], wrong), wrong
+    assert typed.declare("tokens") == {"inputs": "I", "embed": "I", "up": "V", "down": "V", "head": "I"}
 
 
 def test_without_the_package_the_types_are_not_asked(monkeypatch, capsys):
@@ -158,10 +209,12 @@ def test_without_the_package_the_types_are_not_asked(monkeypatch, capsys):
 
 
 def test_a_table_shows_what_the_learner_committed_to():
-    reported = {"errors": {"a": 0.5, "b": 1e-7}, "ratios": {"a": 0.5, "b": 1.0}, "wrong": ["a"]}
-    table = museum.gradient_table(reported, {"a": 1.0, "b": None})
-    assert table.loc["a"].tolist() == ["0.50", "50.0%", "wrong", "wrong"]
-    assert table.loc["b"].tolist() == ["1.00", "rounding", "right", "–"]
+    reported = {"errors": {"a": 0.5, "b": 1e-7, "c": 0.5}, "ratios": {"a": 0.5, "b": 1.0, "c": 0.7}}
+    reported |= {"spread": {"a": 0.25, "b": 0.0}, "wrong": ["a", "c"]}
+    table = museum.gradient_table(reported, {"a": 1.0, "b": None, "c": 0.0})
+    assert table.loc["a"].tolist() == ["50.0%", "0.50", "0", "25.0%", "wrong", "wrong"]
+    assert table.loc["b"].tolist() == ["0", "1.00", "0", "0", "right", "–"]
+    assert table.loc["c"].tolist() == ["50.0%", "0.70", "40.0%", "–", "wrong", "right"]
 
 
 def body(name, *shape):

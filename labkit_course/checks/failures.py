@@ -84,13 +84,13 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def diagnoses(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: rank and cause of each mystery run, by its seed."""
+    """Exercise 3: rank, cause and the line that proves it of each mystery run, by its seed."""
     found = judge.call_answer(answer)
     said = f"it gave {value_text(found)}"
-    expect(isinstance(found, dict), said, "a dict of pairs", "{seed: (rank, cause)}")
+    expect(isinstance(found, dict), said, "a dict", "{seed: (rank, cause, line)}")
     for seed in SEEDS:
         expect(seed in found, f"mystery {seed} is missing", hint="One entry for each seed.")
         verdict = judge_diagnosis(seed, found[seed])
         if not verdict.ok:
             raise WrongAnswer(verdict.detail, expected=verdict.expected, hint=verdict.hint)
-    return passing_verdict(f"{len(SEEDS)} mysteries solved: rank and cause of each")
+    return passing_verdict(f"{len(SEEDS)} mysteries solved: rank, cause and proof of each")

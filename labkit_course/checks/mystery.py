@@ -2,7 +2,9 @@
 
 case = Mystery(5)
 case.ask("stacks")
-case.name(rank=2, cause="fewer batches")
+case.name(rank=2, cause="fewer batches", because="stacks: rank 2")
+
+KnownFault("slow link", rank=3) runs with a fault that is told, and shows what any tool shows of it.
 """
 
 import json
@@ -21,7 +23,14 @@ from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, read_json
 from labkit_course.checks.judge import Verdict, value_text
 from labkit_course.checks.ranks import mystery as program
-from labkit_course.checks.ranks.mystery import CAUSES, PAIRS, QUIET_S, RANKS, draw_fault
+from labkit_course.checks.ranks.mystery import (
+    ALL_RANKS,
+    CAUSES,
+    PAIRS,
+    QUIET_S,
+    RANKS,
+    draw_fault,
+)
 
 MOST_TOOLS, TIMEOUT_S = 3, 60.0
 HEALTHY_STEP_MS = "10 to 20"
@@ -44,18 +53,12 @@ TOOLS = {
 class Mystery:
     """One run with a hidden fault; the same seed gives the same fault."""
 
+    most_tools = MOST_TOOLS
+
     def __init__(self, seed: int) -> None:
         """Run it on real ranks, which takes a few seconds."""
         self.seed, self.asked = seed, list[str]()
-        ends: list[dict[str, Any]] = []
-        with private_files.temporary_folder() as folder:
-            given: dict[str, Any] = {"seed": seed, "folder": str(folder)}
-            how: dict[str, Any] = {"nproc": RANKS, "device": "cpu", "timeout_s": TIMEOUT_S}
-            try:
-                labkit.run(Path(program.__file__), **how, **given)
-            except labkit.RankFailed as failure:
-                ends = rank_ends(failure)
-            self._seen = Findings(folder, ends)
+        self._seen = run_with_fault(seed=seed)
 
     def __repr__(self) -> str:
         return f"Mystery {self.seed}. {self._seen.symptom}"
@@ -65,7 +68,7 @@ class Mystery:
         if tool not in TOOLS:
             print("\n".join(f"{name:10} {what}" for name, what in TOOLS.items()))
             return
-        if tool not in self.asked and len(self.asked) == MOST_TOOLS:
+        if tool not in self.asked and len(self.asked) == self.most_tools:
             print(f"You have asked {', '.join(self.asked)}: now name the rank and the cause.")
             return
         self.asked = list(dict.fromkeys([*self.asked, tool]))
@@ -73,17 +76,65 @@ class Mystery:
         print(f"{tool}: {TOOLS[tool]}")
         print("nothing: the run left no such trace" if table.empty else table.to_string())
 
-    def name(self, rank: int | None, cause: str) -> Verdict:
-        """Judge a rank (None: all of them) and one of CAUSES."""
-        return judge_diagnosis(self.seed, (rank, cause))
+    def name(self, rank: int | None, cause: str, because: str) -> Verdict:
+        """Judge a rank (None: all of them), one of CAUSES, and a line of evidence, "tool: row"."""
+        return judge_diagnosis(self.seed, (rank, cause, because))
+
+
+class KnownFault(Mystery):
+    """A run with a fault that is told, of which one may ask every tool."""
+
+    most_tools = len(TOOLS)
+
+    def __init__(self, cause: str, rank: int) -> None:
+        """Run it on real ranks, which takes a few seconds."""
+        require_cause(cause)
+        self.cause, self.rank, self.asked = cause, rank, list[str]()
+        self._seen = run_with_fault(cause=cause, rank=rank)
+
+    def __repr__(self) -> str:
+        return f"{self.cause!r} on rank {self.rank}. {self._seen.symptom}"
+
+    def ask(self, tool: str = "") -> None:
+        """Print what a tool shows, under the fault that is known."""
+        print(f"Known fault: {self.cause!r} on rank {self.rank}")
+        super().ask(tool)
+
+    def table(self, tool: str) -> pandas.DataFrame:
+        """Return what a tool shows."""
+        return self._seen.table(tool)
+
+    def name(self, rank: int | None, cause: str, because: str) -> Verdict:
+        """Refuse, since nothing is left to find."""
+        raise ValueError(f"the fault is known: {self.cause!r} on rank {self.rank}")
+
+
+def require_cause(cause: str) -> None:
+    """Raise ValueError for a cause that is not one of a single rank."""
+    choices = [each for each in CAUSES if each not in ALL_RANKS]
+    if cause not in choices:
+        raise ValueError(f"{cause!r} is no fault of one rank; choose one of {', '.join(choices)}")
+
+
+def run_with_fault(**fault: Any) -> "Findings":
+    """Run the program with a fault on real ranks, and return what it left behind."""
+    ends: list[dict[str, Any]] = []
+    with private_files.temporary_folder() as folder:
+        how: dict[str, Any] = {"nproc": RANKS, "device": "cpu", "timeout_s": TIMEOUT_S}
+        try:
+            labkit.run(Path(program.__file__), **how, **fault, folder=str(folder))
+        except labkit.RankFailed as failure:
+            ends = rank_ends(failure)
+        return Findings(folder, ends)
 
 
 def judge_diagnosis(seed: int, named: Any) -> Verdict:
-    """Compare a pair of rank and cause with the fault of a seed."""
+    """Compare a rank, a cause and a line of evidence with the fault of a seed."""
     fault = draw_fault(seed)
-    if not (isinstance(named, tuple | list) and len(named) == 2):
-        return Verdict("wrong", f"mystery {seed}: {value_text(named)} is no pair (rank, cause)")
-    rank, cause = named
+    if not (isinstance(named, tuple | list) and len(named) == 3):
+        said = f"mystery {seed}: {value_text(named)} is not (rank, cause, line)"
+        return Verdict("wrong", said, hint='The line is "tool: row", such as "stacks: rank 0".')
+    rank, cause, line = named
     if not (isinstance(cause, str) and cause in CAUSES):
         said = f"mystery {seed}: {value_text(cause)} is none of the causes"
         return Verdict("wrong", said, hint=", ".join(CAUSES))
@@ -91,13 +142,31 @@ def judge_diagnosis(seed: int, named: Any) -> Verdict:
     is_known = rank is None or (isinstance(rank, Integral) and not isinstance(rank, bool))
     is_rank = is_known and rank == fault.rank
     if is_rank and cause == fault.cause:
-        return Verdict("passed", f"mystery {seed}: {blame_text(rank)}: {CAUSES[cause]}")
+        return _judge_line(seed, fault, line)
     if is_rank:
         said, hint = f"{blame_text(rank)} is right, {cause!r} is not", "What else would show this?"
     elif cause == fault.cause:
         said, hint = f"{cause!r} is right, {blame_text(rank)} is not", "Who differs from the rest?"
     else:
         said, hint = f"neither {blame_text(rank)} nor {cause!r}", "Begin again with the symptom."
+    return Verdict("wrong", f"mystery {seed}: {said}", right, hint)
+
+
+def _judge_line(seed: int, fault: program.Fault, line: Any) -> Verdict:
+    """Judge the evidence for a diagnosis that is right."""
+    shown = " ".join(line.split()) if isinstance(line, str) else value_text(line)
+    named = f"{blame_text(fault.rank)}, {fault.cause!r}"
+    if shown in fault.lines():
+        said = f"mystery {seed}: {blame_text(fault.rank)}: {CAUSES[fault.cause]}; seen in {shown}"
+        return Verdict("passed", said)
+    tool, colon, _ = shown.partition(": ")
+    right = " or ".join(fault.lines())
+    if not colon or tool not in TOOLS:
+        said = f"{named} is right, {shown!r} is not the line of a tool"
+        hint = 'Write "tool: row" as they are printed, such as "stacks: rank 0".'
+    else:
+        said = f"{named} is right, {shown!r} does not prove it"
+        hint = "Which line would not be there with any other cause on the list?"
     return Verdict("wrong", f"mystery {seed}: {said}", right, hint)
 
 
@@ -191,7 +260,8 @@ class Findings:
         places = list(zip_longest(*calls, fillvalue=NOTHING))
         differ = [len({call.removesuffix(" …") for call in each}) > 1 for each in places]
         first = differ.index(True) if True in differ else len(places) - 1
-        shown = range(max(0, first - 2), min(len(places), first + 2))
+        # One call before, and so many after that a swap is over.
+        shown = range(max(0, first - 1), min(len(places), first + 4))
         rows = {f"call {place}": dict(zip(COLUMNS, places[place], strict=True)) for place in shown}
         return pandas.DataFrame.from_dict(rows, orient="index")
 

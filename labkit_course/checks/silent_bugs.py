@@ -6,10 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit_course.checks.judge import Verdict, exercise, expect, passing_verdict
+from labkit_course.checks.judge import (
+    Verdict,
+    answer_name,
+    call_answer,
+    exercise,
+    expect,
+    passing_verdict,
+    value_text,
+)
 from labkit_course.checks.on_ranks import judge_on_ranks
 from launch import museum
-from launch.museum import visit
+from launch.museum import typed, visit
 
 # Two stages need two ranks; another number shows what was counted on the first.
 SIZES = {"tied": (2,)}
@@ -21,13 +29,72 @@ HINTS = {
     "tokens": "The tokens enter a region where each rank has a part. What does lab 5 put there?",
     "router": "Which tensors enter the region where each rank has a part of the features?",
     "gathered": "A collective of torch.distributed has no gradient. Which given function has?",
-    "extra": "The gradients are averaged over the ranks at the end. What is divided before?",
-    "clip": "All ranks need the norm of the whole gradient. Whose squares does a rank not have?",
+    "smoothing": "Each rank's loss should be the same. Which of its three terms is not?",
+    "extra": "all_reduce works in place. What does the name `own` hold afterwards?",
+    "clip": "A whole weight counts once, a cut one on every rank. Which is which?",
     "tied": "Both stages have a gradient of the same table.",
-    "accumulate": "How often is the first half's gradient sent?",
     "unwaited": "When does the sum lie in the row?",
     "bfloat": "In which dtype are the numbers of this tensor when they are added up?",
+    "scale": "Is any gradient of the step as it stands wrong?",
 }
+# Rooms whose gradients the comparison of exercise 1 has to judge: cut weights, and a stage's own.
+COMPARED = ("norm", "experts", "tied")
+# Rooms whose inputs and weights exercise 8 declares.
+DECLARED = ("tokens", "norm")
+MEANINGS = {
+    "R": "a rank's gradient is a term of the sum",
+    "I": "its gradient is the same on all ranks",
+    "V": "a rank has its own",
+}
+
+
+@exercise
+def parity(answer: Callable[..., Any], timeout_s: float = 60) -> Verdict:
+    """Exercise 1: how far each gradient of a rank is off, and its factor."""
+
+    def judge(ranks: int, index: int, output: dict[str, Any]) -> None:
+        for room, (found, right) in output.items():
+            _judge_comparison(f"in the room {room}", found, right)
+
+    waiting = "the comparison needs no other rank"
+    how: dict[str, Any] = {"judge": judge, "timeout_s": timeout_s, "rooms": COMPARED}
+    judge_on_ranks("comparison", answer, sizes=(2,), waiting=waiting, name_rank=True, **how)
+    return passing_verdict(f"it judges the gradients of {len(COMPARED)} rooms as labkit does")
+
+
+def _judge_comparison(where: str, found: Any, right: dict[str, tuple[float, float]]) -> None:
+    expected = "{name: (off by, factor)}"
+    expect(isinstance(found, dict), f"{where} it gave {value_text(found)}", expected)
+    for name, wanted in right.items():
+        expect(name in found, f"{where} it says nothing of {name}", "every weight of got")
+        pair = found[name]
+        said = f"{where} it gave {value_text(pair)} for {name}"
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        expect(is_pair and not any(isinstance(each, str) for each in pair), said, expected)
+        names = ("off by", "factor")
+        hints = ("A length, as a part of the right one's.", "got · right over right · right.")
+        for value, one, what, hint in zip(pair, wanted, names, hints, strict=True):
+            said = f"{where}, {what} of {name} is {value:.4g}"
+            expect(abs(value - one) < 1e-3 * max(1, abs(one)), said, f"{one:.4g}", hint)
+
+
+@exercise
+def declared(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 8: the types of a room's inputs and weights over the ranks."""
+    for room in DECLARED:
+        asked = f"{answer_name(answer)}({room!r})"
+        found, right = call_answer(answer, room, in_words=asked), typed.declare(room)
+        said = f"{asked} gave {value_text(found)}"
+        expect(isinstance(found, dict), said, "a dict", "A letter for each name.")
+        for name, kind in right.items():
+            expect(name in found, f"{asked} says nothing of {name}", "R, I or V")
+            given = found[name]
+            known = isinstance(given, str) and given in MEANINGS
+            expect(known, f"{asked}: {name} is {value_text(given)}", "R, I or V")
+            said = f"{asked}: {name} is {given}, so {MEANINGS[given]}"
+            hint = "Is it cut? If not: has a rank all tokens, or its share of them?"
+            expect(given == kind, said, kind, hint)
+    return passing_verdict(f"the types of {' and '.join(DECLARED)}")
 
 
 @exercise

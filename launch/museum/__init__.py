@@ -1,6 +1,7 @@
 """Twelve published bugs that give wrong gradients while the loss looks normal, a room each.
 
-A room is a module of this package, in code of its own that has the mistake of the thread it names:
+A room is a module of this package, in code of its own that has the mistake of the thread it names;
+the room ``scale`` has none:
 
     HELD          how weights lie on the ranks: the dimension that is cut, or the one stage that
                   has the weight, "first" or "last"; every rank holds a weight without an entry
@@ -14,12 +15,13 @@ A room is a module of this package, in code of its own that has the mistake of t
 
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
 ROOMS = (
     *("norm", "counts", "experts", "tokens", "router", "gathered"),
-    *("extra", "clip", "tied", "accumulate", "unwaited", "bfloat"),
+    *("smoothing", "extra", "clip", "tied", "unwaited", "bfloat", "scale"),
 )
 # Float32 rounds to 1e-7; a gradient that is this far from one device's is wrong.
 TOLERANCE = 1e-4
@@ -31,17 +33,25 @@ def open_room(name: str) -> Any:
 
 
 def read(name: str) -> Any:
-    """Show the step of a room and where its bug was published, in a notebook."""
+    """Show the step of a room, in a notebook."""
     from IPython.display import Code
 
-    source = inspect.getsource(open_room(name).step)
-    return Code(f"# {', '.join(thread(name))}\n{source}", language="python")
+    return Code(inspect.getsource(open_room(name).step), language="python")
 
 
 def thread(name: str) -> tuple[str, str]:
-    """Return where a room's bug was published, and when, from the end of its module's text."""
-    where, _, when = (open_room(name).__doc__ or "").strip().splitlines()[-1].partition(", ")
-    return where, when.rstrip(".")
+    """Return where a room's bug was published, and when, from the end of its module's text.
+
+    Both are empty for the room that has no bug.
+    """
+    last = (open_room(name).__doc__ or "").strip().splitlines()[-1]
+    where, _, when = last.partition(", ")
+    return (where, when.rstrip(".")) if "#" in where else ("", "")
+
+
+def cut_weights(name: str) -> dict[str, int]:
+    """Return the weights of a room that are cut over the ranks, and along which dimension."""
+    return {weight: how for weight, how in open_room(name).HELD.items() if isinstance(how, int)}
 
 
 def gradient_table(reported: Mapping[str, Any], mine: Mapping[str, float | None]) -> Any:
@@ -55,11 +65,28 @@ def gradient_table(reported: Mapping[str, Any], mine: Mapping[str, float | None]
     words = {None: "–", 0.0: "right", 1.0: "wrong"}
     rows = {
         name: {
-            "gradient / right": f"{reported['ratios'][name]:.2f}",
-            "off by": f"{error:.1%}" if error > TOLERANCE else "rounding",
-            "parity": words[float(name in reported["wrong"])],
+            "off by": _percent(error),
+            "factor": f"{reported['ratios'][name]:.2f}",
+            "rest": _percent(unexplained(error, reported["ratios"][name])),
+            "ranks differ by": _percent(reported["spread"].get(name)),
+            "verdict": words[float(name in reported["wrong"])],
             "you": words.get(mine.get(name), "–"),
         }
         for name, error in reported["errors"].items()
     }
     return pandas.DataFrame.from_dict(rows, orient="index")
+
+
+def unexplained(error: float, factor: float) -> float:
+    """Return what is left of an error when the right gradient has been taken times the factor.
+
+    The two parts of the error are at a right angle, because the factor is that of the projection.
+    """
+    return math.sqrt(max(0.0, error**2 - (factor - 1) ** 2))
+
+
+def _percent(part: float | None) -> str:
+    if part is None:
+        return "–"
+    # Where the factor explains all, the rest is a difference of squares, and rounds more coarsely.
+    return f"{part:.1%}" if part > 5 * TOLERANCE else "0"

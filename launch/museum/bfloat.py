@@ -22,7 +22,7 @@ SHAPES, batch, one_device = TWO_LAYERS, draw_tokens, two_layers_on_one_device
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     logits = torch.tanh(part(inputs) @ weights["first"].T) @ weights["last"].T
     loss = cross_entropy(logits, part(targets), reduction="sum") / len(targets)
     loss.backward()

@@ -30,7 +30,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     logits = torch.tanh(part(inputs) @ weights["first"].T) @ weights["last"].T
     loss = cross_entropy(logits, part(targets), ignore_index=IGNORED)  # the mean of its tokens
     loss.backward()

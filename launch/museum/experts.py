@@ -40,7 +40,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     everyone = gather_from_ranks(part(inputs) @ weights["embed"].T)
     chosen = part(choose(len(inputs)), dim=1)  # all tokens, this rank's experts
     mixed = torch.einsum("td,te,eod->to", everyone, chosen, weights["experts"])

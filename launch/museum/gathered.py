@@ -29,7 +29,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     pictures, texts = part(inputs) @ weights["picture"].T, part(targets) @ weights["text"].T
     everyone = [torch.empty_like(texts) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, texts.detach())

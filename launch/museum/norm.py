@@ -35,7 +35,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     tokens = part(inputs)  # each rank has its share of the sequence
     normed = rms_norm(tokens, (WIDTH,), weights["norm"])
     inner = gelu(gather_from_ranks(normed) @ weights["up"].T)  # all tokens, this rank's features

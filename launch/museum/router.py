@@ -1,21 +1,13 @@
 """A router that every rank has, and experts whose features the ranks share.
 
-pytorch/torchtitan#2387, 17 February 2026.
+pytorch/torchtitan#4054, 3 August 2026.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu
 
-from launch.museum.parts import (
-    INNER,
-    WIDTH,
-    WORDS,
-    Weights,
-    copy_to_ranks,
-    draw_tokens,
-    sum_over_ranks,
-)
+from launch.museum.parts import INNER, WIDTH, WORDS, Weights, draw_tokens, sum_over_ranks
 
 EXPERTS = 3
 HELD = {"up": 1, "down": 2}
@@ -37,10 +29,9 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     scores = torch.softmax(inputs @ weights["gate"].T, dim=1)  # the same on every rank
-    tokens = copy_to_ranks(inputs)
-    inner = gelu(torch.einsum("td,ehd->teh", tokens, weights["up"]))  # this rank's features
+    inner = gelu(torch.einsum("td,ehd->teh", inputs, weights["up"]))  # this rank's features
     own = torch.einsum("teh,edh,te->td", inner, weights["down"], scores)
     mixed = sum_over_ranks(own)
     loss = cross_entropy((inputs + mixed) @ weights["head"].T, targets)

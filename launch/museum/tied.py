@@ -30,7 +30,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     received, loss = weights["words"].new_empty(len(inputs), WIDTH), torch.zeros(())
     if "first" in weights:  # rank 0, the first stage
         hidden = torch.tanh(weights["words"][inputs] @ weights["first"].T)

@@ -27,7 +27,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradients as published."""
+    """Leave the gradients, and return the loss to log."""
     tokens = torch.tanh(inputs @ weights["embed"].T)  # the same on every rank
     inner = gelu(tokens @ weights["up"].T)  # this rank's features
     mixed = sum_over_ranks(inner @ weights["down"].T)

@@ -36,30 +36,41 @@ from launch.museum.visit import Step, share
 RANKS, AXIS = 2, "ranks"
 # Every rank of these computes on all inputs, so whole tensors are invariant. In the other rooms a
 # rank has its share of the inputs, and the step itself adds up the gradients of whole weights.
-ALL_INPUTS = ("tokens", "router", "clip", "tied")
+ALL_INPUTS = ("tokens", "router", "smoothing", "clip", "tied", "scale")
 
 
-def ask_types(name: str, step: Step | None = None) -> str | None:
+def declare(name: str) -> dict[str, str]:
+    """Return the types of a room's inputs and weights: R, I, or V."""
+    room = museum.open_room(name)
+    whole = "I" if name in ALL_INPUTS else "R"
+    kinds = {each: "V" if each in museum.cut_weights(name) else whole for each in room.SHAPES}
+    return {"inputs": whole, **kinds}
+
+
+def ask_types(
+    name: str, step: Step | None = None, declared: Mapping[str, str] | None = None
+) -> str | None:
     """Return "" if the types accept a room's step, by default as published, else their complaint.
 
-    It is None if they have no rule for one of the step's collectives.
+    It is None if they have no rule for one of the step's collectives. ``declared`` is what
+    ``declare`` returns, or a declaration of your own.
 
     Raises:
         ImportError: spmd_types is not installed.
     """
     spmd: Any = importlib.import_module("spmd_types")
     checker: Any = importlib.import_module("spmd_types.checker")
-    room = museum.open_room(name)
+    room, kinds = museum.open_room(name), {**declare(name), **(declared or {})}
     step = step or room.step
     with _fake_group() as mesh, spmd.set_current_mesh(mesh):
-        whole = spmd.I if name in ALL_INPUTS else spmd.R
         weights: Weights = {}
         for each, numbers in draw_weights(room.SHAPES).items():
             own = share(room, each, numbers, 0, RANKS)
             if own is not None:
-                kind = spmd.V if isinstance(room.HELD.get(each), int) else whole
+                kind = getattr(spmd, kinds[each])
                 weights[each] = spmd.assert_type(own.clone().requires_grad_(), {AXIS: kind})
-        inputs, targets = (spmd.assert_type(each, {AXIS: whole}) for each in room.batch(0))
+        kind = getattr(spmd, kinds["inputs"])
+        inputs, targets = (spmd.assert_type(each, {AXIS: kind}) for each in room.batch(0))
         with (
             warnings.catch_warnings(),
             checker.typecheck("permissive"),
@@ -82,6 +93,14 @@ def ask_types(name: str, step: Step | None = None) -> str | None:
             if each not in room.HELD and kind is not spmd.R:
                 return f"the gradient of {each} is {kind.name}, not R"
     return ""
+
+
+def verdict(name: str, step: Step | None = None, declared: Mapping[str, str] | None = None) -> str:
+    """Return what the types say of a step in words, also where the package is missing."""
+    if importlib.util.find_spec("spmd_types") is None:
+        return "not asked, because spmd_types is not installed"
+    said = ask_types(name, step, declared)
+    return "no rule" if said is None else said or "accepted"
 
 
 def ask_all(steps: Mapping[str, Step] | None = None) -> dict[str, str | None]:
@@ -163,8 +182,8 @@ def _typed_calls(spmd: Any, step: Step, weights: Weights) -> Iterator[None]:
 
 def main() -> None:
     """Print what the types say of each room."""
-    for name, complaint in ask_all().items():
-        print(f"{name:12} {'accepted' if complaint == '' else complaint or 'no verdict'}")
+    for name in museum.ROOMS:
+        print(f"{name:12} {verdict(name)}")
 
 
 if __name__ == "__main__":

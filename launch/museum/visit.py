@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.museum import TOLERANCE, open_room
+from launch.museum import TOLERANCE, cut_weights, open_room, parts
 from launch.museum.parts import Weights, draw_weights
 
 Step = Callable[[Weights, Tensor, Tensor], Tensor]
+Found = dict[str, tuple[float, float]]
+Comparison = Callable[[Weights, Weights, dict[str, int]], Found]
 LEARNING_RATE = 0.003
 
 
@@ -48,36 +50,66 @@ def whole_weights(room: Any) -> Weights:
     return {name: whole.requires_grad_() for name, whole in draw_weights(room.SHAPES).items()}
 
 
-def compare_gradients(room: Any) -> dict[str, dict[str, float]]:
-    """Run one step on the ranks; return for each weight of this rank two numbers.
+def parity(got: Weights, whole: Weights, cut: dict[str, int]) -> Found:
+    """Return for each weight how far this rank's gradient is off, and its factor.
 
-    ``errors``: how far the gradient is from one device's, as a part of it; ``ratios``: how long it
-    is in the direction of the right one, 1 if it is right.
+    ``got`` holds the gradients of this rank, ``whole`` one device's, of whole weights; ``cut`` says
+    along which dimension a weight is cut. The first number is a part of the right gradient's
+    length; the second times the right gradient comes nearest to the one that was got.
     """
-    right, _ = right_gradients(room)
+    found = {}
+    for name, mine in got.items():
+        right = parts.part(whole[name], cut[name]) if name in cut else whole[name]
+        error = (mine - right).norm() / right.norm()
+        factor = (mine * right).sum() / right.square().sum()
+        found[name] = (error.item(), factor.item())
+    return found
+
+
+def own_gradients(room: Any) -> Weights:
+    """Run one step on the ranks, and return this rank's gradients; zeros where it left none."""
     weights = own_weights(room)
-    room.step(weights, *room.batch(0))
-    errors, ratios = {}, {}
-    for name, weight in weights.items():
-        wanted = share(room, name, right[name], dist.get_rank(), dist.get_world_size())
-        assert wanted is not None
-        got = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        errors[name] = float((got - wanted).norm() / wanted.norm())
-        ratios[name] = float((got * wanted).sum() / wanted.square().sum())
-    return {"errors": errors, "ratios": ratios}
+    room.step(dict(weights), *room.batch(0))
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in weights.items()
+    }
+
+
+def compare_gradients(name: str, compare: Comparison = parity) -> dict[str, dict[str, float]]:
+    """Run one step of a room on the ranks; return three numbers for each weight of this rank.
+
+    ``errors`` and ``ratios`` are those of ``parity``. ``spread``, of weights that all ranks hold
+    whole: how far the ranks' gradients are from rank 0's, as a part of the right one.
+    """
+    room = open_room(name)
+    right, _ = right_gradients(room)
+    got = own_gradients(room)
+    found = compare(got, right, cut_weights(name))
+    spread = {}
+    for each in (each for each in got if each not in room.HELD):
+        everyone = [torch.empty_like(got[each]) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, got[each].contiguous())
+        gaps = [(other - everyone[0]).norm() for other in everyone]
+        spread[each] = float(max(gaps) / right[each].norm())
+    errors = {each: float(error) for each, (error, _) in found.items()}
+    ratios = {each: float(factor) for each, (_, factor) in found.items()}
+    return {"errors": errors, "ratios": ratios, "spread": spread}
 
 
 def merge_ranks(own: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Return the same with weights of other stages, and the names that are ``wrong`` on any rank.
 
-    A weight's numbers are those of the first rank that has it.
+    A weight's numbers are those of the rank where it is furthest off.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    merged: dict[str, Any] = {"errors": {}, "ratios": {}, "wrong": []}
+    merged: dict[str, Any] = {"errors": {}, "ratios": {}, "spread": {}, "wrong": []}
     for found in everyone:
-        for kind in ("errors", "ratios"):
-            merged[kind] = found[kind] | merged[kind]
+        merged["spread"] |= found["spread"]
+        for name, error in found["errors"].items():
+            if not error <= merged["errors"].get(name, -1.0):
+                merged["errors"][name], merged["ratios"][name] = error, found["ratios"][name]
         bad = [name for name, error in found["errors"].items() if not error < TOLERANCE]
         merged["wrong"] = sorted({*merged["wrong"], *bad})
     return merged
@@ -94,10 +126,10 @@ def train(room: Any, steps: int, weights: Weights, step: Step) -> list[float]:
     return logged
 
 
-def visit_room(name: str, steps: int) -> dict[str, Any]:
+def visit_room(name: str, steps: int, compare: Comparison = parity) -> dict[str, Any]:
     """Compare a room's gradients, then train it with the bug and, on one device, without it."""
     began, room = time.perf_counter(), open_room(name)
-    found = merge_ranks(compare_gradients(room))
+    found = merge_ranks(compare_gradients(name, compare))
     logged = train(room, steps, own_weights(room), room.step)
     right = train(room, steps, whole_weights(room), room.one_device)
     return found | {"logged": logged, "right": right, "seconds": time.perf_counter() - began}

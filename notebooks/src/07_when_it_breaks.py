@@ -32,13 +32,10 @@ from labkit.config import require
 from labkit.theory import failures as theory
 from labkit_course.checks import failures as checks
 from labkit_course.checks.claims import claim, commit
-from labkit_course.checks.mystery import CAUSES, Mystery, ends_table, rank_ends
+from labkit_course.checks.mystery import CAUSES, KnownFault, Mystery, ends_table, rank_ends
 from labkit_course.checks.symptoms import card
 
 doctor.show()
-
-# %% [markdown]
-# The parameters of this notebook. You may change them; the next cell refuses what cannot work.
 
 # %% tags=["parameters"] small={"RANKS": 3} points=[[2,0],[3,24],[4,36]]
 RANKS: int = 2  # ranks of the parity check in section 6; other cells say their own numbers
@@ -84,16 +81,17 @@ worked.ask("stacks")
 # %% [markdown]
 # Do not ask which rank looks broken, ask who waits for whom. Ranks 2 and 3 stand in an all-reduce, so they wait for
 # ranks 0 and 1. Rank 0 sends to its partner, rank 1, so it waits for rank 1. And rank 1 waits at the end of its
-# training. Three ranks wait for rank 1, which believes that it is done. Its log should say why.
+# training. Three ranks wait for rank 1, which believes that it is done. Its log should say why. A diagnosis is a rank, a cause,
+# and the line that proves it, as "tool: row".
 
 # %%
 worked.ask("logs")
-worked.name(rank=1, cause="fewer batches")
+worked.name(rank=1, cause="fewer batches", because="logs: rank 1")
 
 # %% [markdown]
-# Rank 1 had three batches, and the others went on to a fourth. That is a rank and a cause, after two tools. The repair
-# is to agree beforehand: an all-reduce with `ReduceOp.MIN` over the numbers of batches. PyTorch's
-# `DistributedSampler` instead repeats some samples, so that all ranks have equally many.
+# Rank 1 had three batches, and the others went on to a fourth. The repair is to agree beforehand: an all-reduce with
+# `ReduceOp.MIN` over the numbers of batches. PyTorch's `DistributedSampler` instead repeats some samples, so that all ranks
+# have equally many.
 #
 # *Takeaway: in a hang, look at the stack of every rank, and follow who waits for whom. It leads to a rank that stands
 # elsewhere, or round in a circle.*
@@ -141,14 +139,7 @@ ends_table(rank_ends(killed))
 # *Rank 1 left no error: only its status, -9, says that it was killed.* In a container the same is shown as 137, which
 # is 128 + 9. Look next into the system's log (`dmesg | grep -i "out of memory"`) or the scheduler's. There a failing
 # GPU shows up as well, as a line with `Xid` and a number.
-
-# %% tags=["claim"]
-own = [end["rank"] for end in rank_ends(raised) if end["error"] and "Connection closed" not in end["error"]]
-claim("only rank 2 has an error of its own", own == [2])
-(end,) = (end for end in rank_ends(killed) if end["rank"] == 1)
-claim("rank 1 left no error, only its status", (end["status"], end["error"]) == (-9, ""))
-
-# %% [markdown]
+#
 # ### Exercise 1: who began it? (•, {minutes} minutes)
 #
 # `ends` is what `rank_ends` gives: of each rank its `rank`, `status`, `time` and `error`. Return the rank that failed
@@ -208,6 +199,10 @@ time.sleep(60)  # rank 3 computes something else
 # *Takeaway: the odd stack is where a hang begins. If all stacks are alike, compare the calls.*
 
 # %% tags=["claim"]
+own = [end["rank"] for end in rank_ends(raised) if end["error"] and "Connection closed" not in end["error"]]
+claim("only rank 2 has an error of its own", own == [2])
+(end,) = (end for end in rank_ends(killed) if end["rank"] == 1)
+claim("rank 1 left no error, only its status", (end["status"], end["error"]) == (-9, ""))
 inside = [rank for rank, stack in hung.stacks.items() if "all_reduce" in stack]
 claim("three ranks stand in the all-reduce, and rank 3 does not", inside == [0, 1, 2])
 
@@ -258,9 +253,6 @@ if dist.get_rank() == 0:
     dist.all_reduce(torch.ones(3), group=group)
 else:
     dist.broadcast(torch.ones(3), src=0, group=group)
-
-# %% tags=["claim"]
-claim("DETAIL names both collectives", all(name in detail.message for name in ("ALLREDUCE", "BROADCAST")))
 
 # %% [markdown]
 # A **recorder** costs hardly any time: each rank keeps a list of its calls, and after a hang the lists are compared.
@@ -332,17 +324,20 @@ place, odd = parts(flown) or (0, [0])  # an older torch keeps no record of gloo'
 print(f"rank {odd[0]} did not make call {place}: {flown[0][place] if flown[0] else 'no record'}")
 parted
 
-# %% tags=["claim"]
-claim("the ranks part at call 2, which rank 2 did not make", (place, odd) == (2, [2]))
+# %% [markdown]
+# Above, rank 2's record merely ends. If it goes on, a single place does not tell what happened. The next cell runs the program
+# of section 1 with two faults that we know, both on rank 1. The tool `record` shows the calls around the first place where the
+# ranks part: `3.2` is layer 2 in step 3, and `…` a call that is not done.
+
+# %% tags=["nbval-ignore-output"]
+left_out, other_order = KnownFault("left out", rank=1), KnownFault("other order", rank=1)
+left_out.ask("record")
+other_order.ask("record")
 
 # %% [markdown]
-# Above, rank 2's record merely ends. Two other patterns look alike at first, so look at the calls after the first that differs:
-#
-# ```
-#                    others      rank 2
-# a call left out    A B C D     A C D      all that follows comes one place early
-# another order      A B C D     A C B D    two differ, and then all is equal again
-# ```
+# *Call 9 is the same line in both.* Look further. Where a call was left out, all that follows comes one place early. Where
+# two were swapped, call 10 has the other one, and from call 11 on all is equal again. The first run hangs in the end; the
+# second goes on, with wrong numbers.
 #
 # *Takeaway: find the first place at which the records part, and look one call further.*
 #
@@ -388,12 +383,24 @@ claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
 # %% [markdown]
-# If the slow rank stays the same when the data move, it is the machine: a hot GPU that slows down, a slow disk, a
-# neighbour. If no rank computes longer, a link is slow: time each by itself, first a short question one way and a long
-# answer the other, then the reverse. On GPUs take a profiler, because `time.perf_counter`
-# sees only the launch.
+# If no rank computes longer, a link is slow. Time each by itself: the tool `links` sends a question one way and waits for
+# the answer. Here are a straggler and a slow link side by side, both on rank 3.
+
+# %% tags=["nbval-ignore-output"]
+straggler, slow_link = KnownFault("straggler", rank=3), KnownFault("slow link", rank=3)
+straggler.ask("times")
+slow_link.ask("times")
+slow_link.ask("links")
+
+# %% [markdown]
+# *The straggler computes for 60 ms. With the slow link nobody computes longer, but rank 2's swap takes 60 ms, because it
+# waits for what rank 3 sends. The link from 3 to 2 is slow, and the other way is not.* So blame the sender, not the rank that
+# shows the wait.
 #
-# *Takeaway: the rank that waits least is the one that all others wait for.*
+# If the slow rank stays the same when the data move, it is the machine: a hot GPU, a slow disk, a neighbour. On GPUs take a
+# profiler, because `time.perf_counter` sees only the launch.
+#
+# *Takeaway: the rank that waits least is the one that all others wait for. If all compute alike, time each link.*
 #
 # ## 6. Wrong numbers, and no error ({minutes} minutes)
 #
@@ -402,9 +409,20 @@ claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 # 1. **Are the weights equal on all ranks?** If not, a reduction is missing, two tensors met each other, or the weights
 #    differed from the start. (Shards of FSDP differ, as they should.)
 # 2. **Is each gradient that of one device** that sees all samples? If all are off by one factor, it is a scaling.
-#    Otherwise find out which samples each rank read. If it is NaN on all ranks, look before the all-reduce, which
-#    carries one rank's NaN to the others: whose own loss was NaN first?
+#    Otherwise find out which samples each rank read.
 # 3. **Does each parameter move as its gradient says?** If not, the optimizer holds another tensor.
+#
+# A NaN has a question of its own: whose loss was NaN first, before an all-reduce carried it to all ranks? Two tools, on known
+# faults: `weights` on the swapped calls of section 4, and `losses` on a NaN.
+
+# %% tags=["nbval-ignore-output"]
+other_order.ask("weights")
+born = KnownFault("nan", rank=2)
+born.ask("losses")
+
+# %% [markdown]
+# *Weights: equal at the start, and rank 1 alone differs at the end. Losses: in step 3 only rank 2 has a NaN; one step later
+# all ranks do.*
 #
 # A **parity check** asks the second question: it trains the same network on one device and compares tensor by tensor.
 # PyTorch calls `average` whenever a gradient is complete, so three ways to average are three short functions.
@@ -452,6 +470,24 @@ for name, result in checked.items():
 # *Takeaway: a falling loss proves nothing. One gradient, compared with one device's, proves much.*
 
 # %% tags=["claim"]
+claim("DETAIL names both collectives", all(name in detail.message for name in ("ALLREDUCE", "BROADCAST")))
+claim("the ranks part at call 2, which rank 2 did not make", (place, odd) == (2, [2]))
+records = [case.table("record") for case in (left_out, other_order)]
+claim("call 9 is the same in both", records[0].loc["call 9"].tolist() == records[1].loc["call 9"].tolist())
+claim("later calls are not", records[0].loc["call 10"].tolist() != records[1].loc["call 10"].tolist())
+claim("the swapped run is equal from call 11 on", len(set(records[1].loc["call 11"])) == 1)
+claim("a straggler computes longer", straggler.table("times")["compute ms"].astype(float).idxmax() == "rank 3")
+claim("over a slow link the receiver waits", slow_link.table("times")["swap ms"].astype(float).idxmax() == "rank 2")
+claim("one way is slow", slow_link.table("links")["ms"].astype(float).idxmax() == "rank 3 → 2")
+claim(
+    "rank 1 alone differs in the end",
+    (other_order.table("weights")["end"] != "0").tolist() == [False, True] + [False] * 2,
+)
+claim(
+    "only rank 2 has the first NaN",
+    (born.table("losses").loc["step 3"] == "nan").tolist() == [False, False, True, False],
+)
+claim("then all have", (born.table("losses").loc["step 4"] == "nan").all())
 claim("only the right one is equal", [result.ok for result in checked.values()] == [True, False, False])
 claim("it is a bias", "bias" in checked["weights_alone"].verdict_text)
 
@@ -460,8 +496,8 @@ claim("it is a bias", "bias" in checked["weights_alone"].verdict_text)
 #
 # Now nobody tells you the fault. `Mystery(seed)` draws one of the causes below and a rank, and runs the program of
 # section 1 with it. You see the symptom, and may ask at most three tools, one call each: think before you ask. Then
-# you name the rank and the cause. For a fault of the whole program, the rank is None. If you run a mystery's cell again, its
-# looks begin anew.
+# you name the rank, the cause, and the line that proves it. For a fault of the whole program, the rank is None. If you run a
+# mystery's cell again, you have three looks again.
 #
 # Without a name, `ask` lists the tools and costs nothing. What would each cause on the list leave behind, and which tool
 # tells most of them apart? Of the three runs below the first hangs, the second is slow, and the third looks as if
@@ -504,20 +540,20 @@ third.ask("record")
 ### END SOLUTION
 
 # %% [markdown]
-# ### Exercise 3: name rank and cause (•••, {minutes} minutes)
+# ### Exercise 3: rank, cause and proof (•••, {minutes} minutes)
 #
-# Return what you found: `{25: (rank, "cause"), 6: …, 15: …}`, with the causes as the table above spells them. The check
-# tells which part of a pair is right.
+# Return what you found: `{25: (rank, "cause", "tool: row"), 6: …, 15: …}`, with the causes as the table above spells them,
+# and the row as the tool prints it, such as `"stacks: rank 0"`. A line proves a cause if no other cause on the list would
+# leave it. The check tells which part is right.
 #
 # <details><summary>Hint 1: mystery 25</summary>
 #
-# Follow who waits for whom. Then ask for the record: at the first place where the ranks part, is somebody's call missing,
-# or another one?
+# Follow who waits for whom. Then ask for the record, and hold it against the two of section 4.
 #
 # </details>
 # <details><summary>Hint 2: mystery 6</summary>
 #
-# Does any rank compute longer? If not, whose swap is long, and what did it wait for?
+# Does any rank compute longer? If not, whose swap is long, and what did it wait for? Hold it against section 5.
 #
 # </details>
 # <details><summary>Hint 3: mystery 15</summary>
@@ -529,9 +565,13 @@ third.ask("record")
 
 
 # %%
-def diagnoses() -> dict[int, tuple[int | None, str]]:
+def diagnoses() -> dict[int, tuple[int | None, str, str]]:
     ### BEGIN SOLUTION
-    return {25: (2, "left out"), 6: (3, "slow link"), 15: (0, "other order")}
+    return {
+        25: (2, "left out", "record: call 9"),
+        6: (3, "slow link", "links: rank 3 → 2"),
+        15: (0, "other order", "record: call 7"),
+    }
     ### END SOLUTION
 
 
@@ -543,11 +583,11 @@ checks.diagnoses(diagnoses)
 #
 # - **25**. Stacks: ranks 0, 1 and 3 wait in an all-reduce, so for rank 2. It stands in `send`, so it waits for rank 3, and that is a
 #   circle: rank 2 is one swap ahead. Record: its call for layer 2 of step 3, `3.2`, is missing, and the next ones come one
-#   place early.
+#   place early (calls 9 and 10).
 # - **6**. Times: all ranks compute for about as long, and rank 2's swap takes 60 ms, which the others spend waiting in the
 #   reduction. Links: messages from rank 3 to rank 2 take 60 ms, and the other way 0.1 ms.
 # - **15**. Weights: equal at the start, and rank 0's differ at the end. Record: at call 6 it has layer 1 where the others
-#   have layer 2, and nothing is missing, so rank 0 reduced the two in another order.
+#   have layer 2, and at call 7 the reverse. Nothing is missing, so rank 0 reduced the two in another order.
 #
 # </details>
 #
@@ -555,7 +595,7 @@ checks.diagnoses(diagnoses)
 # as long as you like.
 
 # %% tags=["nbval-ignore-output"]
-last = Mystery(SEED)  # then, in a cell of your own: last.ask("…"), and last.name(rank=…, cause="…")
+last = Mystery(SEED)  # then, in a cell of your own: last.ask("…"), and last.name(rank=…, cause="…", because="…")
 last
 
 # %% [markdown]
@@ -632,6 +672,8 @@ tools = {
     "another collective": ("DETAIL", "ALLREDUCE" in detail.message),
     "a call left out": ("flight recorder", (place, odd) == (2, [2])),
     "straggler": ("time line", waited(slow).index(min(waited(slow))) == 3),
+    "slow link": ("links", slow_link.table("links")["ms"].astype(float).idxmax() == "rank 3 → 2"),
+    "NaN": ("losses", (born.table("losses").loc["step 3"] == "nan")["rank 2"]),
     "wrong averaging": ("parity", not checked["not_divided"].ok),
 }
 pandas.DataFrame.from_dict(tools, orient="index", columns=["found by", "found"])
@@ -682,8 +724,7 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # - NVIDIA: Xid errors <https://docs.nvidia.com/deploy/xid-errors/index.html>
 #
 # **Next**: take a script of your own, add the five lines of section 8, and break it once on purpose.
-
-# %% [markdown]
+#
 # ### What you have passed
 
 # %%

@@ -22,7 +22,7 @@ COMMIT_MINUTES, RUN_MINUTES = 1.5, 1.0
 MINUTES, CORE_MINUTES, OPTIONAL_MINUTES = "{minutes}", "{core_minutes}", "{optional_minutes}"
 HINT = re.compile(r"<details>.*?</details>", re.DOTALL)
 SOLUTION = re.compile(r"### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
-RUN = re.compile(r"%%torchrun|\blabkit\.(?:run|check|compare|simulate|plan|submit)\(|\bplots\.|\bwidgets\.")
+RUN = re.compile(r"%%torchrun|\blabkit\.(?:run|check|compare|simulate|plan|submit)\(|\bplots\.|\bwidgets\.|\bvisit\(")
 EXERCISE = re.compile(r"^### Exercise .*\((?:optional, )?(•+)")
 OPTIONAL = re.compile(r"^#+ .*\(optional\b|^\*\*optional\b", re.MULTILINE)
 

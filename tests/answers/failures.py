@@ -11,7 +11,13 @@ for place in range({places}(map(len, logs))):
         return place, others
 return None
 """
-DIAGNOSES = 'return {{25: (2, "left out"), 6: {second}, 15: (0, "other order")}}'
+DIAGNOSES = """
+return {{
+    25: (2, "left out", "record: call 9"),
+    6: {second},
+    15: (0, "other order", "record: call 6"),
+}}
+"""
 
 EXERCISES = [
     Exercise(
@@ -70,12 +76,24 @@ return found
         "diagnoses",
         checks.diagnoses,
         {
-            "mystery 6: rank 3 is right, 'straggler' is not": DIAGNOSES.format(second='(3, "straggler")'),
-            "mystery 6: 'slow link' is right, rank 2 is not": DIAGNOSES.format(second='(2, "slow link")'),
-            "mystery 6: neither no single rank nor 'wrong scale'": DIAGNOSES.format(second='(None, "wrong scale")'),
-            "mystery 6: 'slow' is none of the causes": DIAGNOSES.format(second='(3, "slow")'),
-            "mystery 6: 3 is no pair": DIAGNOSES.format(second="3"),
-            "mystery 15 is missing": 'return {25: (2, "left out"), 6: (3, "slow link")}',
+            "mystery 6: rank 3 is right, 'straggler' is not": DIAGNOSES.format(
+                second='(3, "straggler", "times: rank 3")'
+            ),
+            "mystery 6: 'slow link' is right, rank 2 is not": DIAGNOSES.format(
+                second='(2, "slow link", "times: rank 2")'
+            ),
+            "mystery 6: neither no single rank nor 'wrong scale'": DIAGNOSES.format(
+                second='(None, "wrong scale", "gradients: rank 0")'
+            ),
+            "mystery 6: 'slow' is none of the causes": DIAGNOSES.format(second='(3, "slow", "times: rank 3")'),
+            "mystery 6: (3, 'slow link') is not (rank, cause, line)": DIAGNOSES.format(second='(3, "slow link")'),
+            "mystery 6: rank 3, 'slow link' is right, 'times: rank 2' does not prove it": DIAGNOSES.format(
+                second='(3, "slow link", "times: rank 2")'
+            ),
+            "mystery 6: rank 3, 'slow link' is right, 'the swap takes 60 ms' is not the line": DIAGNOSES.format(
+                second='(3, "slow link", "the swap takes 60 ms")'
+            ),
+            "mystery 15 is missing": 'return {25: (2, "left out", "record: call 9")}',
             "it gave (2, 'left out')": 'return 2, "left out"',
         },
     ),

@@ -18,8 +18,29 @@ NO_LOSS = ("return loss.detach()", "return None")
 MEAN = "weight.grad /= dist.get_world_size()"
 
 EXERCISES = [
+    Exercise(
+        "7b.1",
+        "parity",
+        checks.parity,
+        {
+            "on rank 0, in the room norm, off by of norm is 0.": changed("parity", ("/ right.norm()", "")),
+            "on rank 0, in the room norm, factor of norm is": changed(
+                "parity", ("(mine * right).sum() / right.square().sum()", "mine.norm() / right.norm()")
+            ),
+            "on rank 0, RuntimeError: The size of tensor a": changed(
+                "parity", ("part(whole[name], cut[name]) if name in cut else whole[name]", "whole[name]")
+            ),
+            "on rank 0, KeyError: 'last'": changed(
+                "parity",
+                ("for name, mine in got.items():", "for name in whole:\n    mine = got[name]"),
+            ),
+            "on rank 0, in the room norm it gave [0.": changed(
+                "parity", ("found[name] = (off_by.item(), factor.item())", "found[name] = off_by.item()")
+            ),
+        },
+    ),
     exercise(
-        1,
+        2,
         "tokens",
         {
             "the gradient of embed is off": changed("mended_tokens", ("copy_to_ranks(tokens) @", "tokens @")),
@@ -27,17 +48,6 @@ EXERCISES = [
                 "mended_tokens", ("loss.backward()", "loss.backward()\nweights['up'].grad *= 2")
             ),
             "the gradients are right, but the step returned a NoneType": changed("mended_tokens", NO_LOSS),
-        },
-    ),
-    exercise(
-        2,
-        "router",
-        {
-            "the gradient of gate is off": changed("mended_router", ("copy_to_ranks(scores)", "scores")),
-            "the gradient of gate is 2 times the right one": changed(
-                "mended_router", ("loss.backward()", "loss.backward()\ndist.all_reduce(weights['gate'].grad)")
-            ),
-            "the gradients are right, but the step returned a NoneType": changed("mended_router", NO_LOSS),
         },
     ),
     exercise(
@@ -57,31 +67,48 @@ EXERCISES = [
     ),
     exercise(
         4,
-        "extra",
+        "smoothing",
         {
-            "the gradient of trunk is off": changed(
-                "mended_extra", ('weights["extra"].T, second)', 'weights["extra"].T, second) / dist.get_world_size()')
+            "the gradient of trunk is off by 0.80%": changed(
+                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "logits.mean(dim=1)")
             ),
-            "the gradient of trunk is 2 times the right one": changed("mended_extra", (MEAN, "pass")),
-            "the gradients are right, but the step returned 1": changed("mended_extra", TOTAL),
+            "the gradient of trunk is off by 1.6": changed(
+                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "sum_over_ranks(logits.mean(dim=1))")
+            ),
+            "right on 2 ranks, but with 3 ranks: the gradient of trunk is off": changed(
+                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "sum_over_ranks(logits.mean(dim=1)) / 2")
+            ),
+            "the gradients are right, but the step returned a NoneType": changed("mended_smoothing", NO_LOSS),
         },
     ),
     exercise(
         5,
-        "clip",
+        "extra",
         {
-            "the gradient of up is 1.09 times the right one": changed(
-                "mended_clip", ('total(squares["up"] + squares["down"])', '(squares["up"] + squares["down"])')
+            "the gradient of trunk is off": changed("mended_extra", ("own.clone()", "own")),
+            "the gradient of trunk is 0.5 times the right one": changed(
+                "mended_extra", ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad)\n    weight.grad /= 2")
             ),
-            "the gradient of up is 0": changed(
-                "mended_clip",
-                ('(total(squares["up"] + squares["down"]) + squares["head"])', "total(sum(squares.values()))"),
+            "the gradients are right, but the step returned 1": changed(
+                "mended_extra", ("return total(loss)", "return loss")
             ),
-            "the gradients are right, but the step returned a NoneType": changed("mended_clip", NO_LOSS),
         },
     ),
     exercise(
         6,
+        "clip",
+        {
+            "the gradient of up is 1.0": changed(
+                "mended_clip",
+                ('squares["up"] + squares["down"]', 'squares["up"]'),
+                ('mine += squares["head"]', 'mine += squares["head"] + squares["down"]'),
+            ),
+            "the gradient of up is 0": changed("mended_clip", ("if dist.get_rank() == 0:\n    mine +=", "mine +=")),
+            "the gradients are right, but the step returned a NoneType": changed("mended_clip", NO_LOSS),
+        },
+    ),
+    exercise(
+        7,
         "tied",
         {
             "the gradient of words is off": changed("mended_tied", ('dist.all_reduce(weights["words"].grad)', "pass")),
@@ -93,61 +120,20 @@ EXERCISES = [
             ),
         },
     ),
-    exercise(
-        7,
-        "accumulate",
+    Exercise(
+        "7b.8",
+        "declared",
+        checks.declared,
         {
-            "the gradient of first is off": changed(
-                "mended_accumulate",
-                (
-                    "    logged += total(loss)\n",
-                    "    logged += total(loss)\n    [dist.all_reduce(weight.grad) for weight in weights.values()]\n",
-                ),
-                ("for weight in weights.values():\n    dist.all_reduce(weight.grad)\nreturn", "return"),
+            "declared('tokens'): embed is R, so a rank's gradient is a term": changed(
+                "declared", ('"I" if room == "tokens" else "R"', '"R"')
             ),
-            "the gradient of first is 2 times the right one": changed(
-                "mended_accumulate", (" / len(targets)", " / (len(targets) / 2)")
+            "declared('norm'): inputs is I, so its gradient is the same": changed(
+                "declared", ('"I" if room == "tokens" else "R"', '"I"')
             ),
-            "the gradients are right, but the step returned a NoneType": changed(
-                "mended_accumulate", ("return logged", "return None")
-            ),
-        },
-    ),
-    exercise(
-        8,
-        "unwaited",
-        {
-            "the gradient of first is off": changed("mended_unwaited", ("handle.wait()\n", "")),
-            "the gradient of first is 2 times the right one": changed(
-                "mended_unwaited", ("row / dist.get_world_size()", "row")
-            ),
-            "right on 2 ranks, but with 3 ranks: the gradient of first is 1.5 times the right one": changed(
-                "mended_unwaited", ("row / dist.get_world_size()", "row / 2")
-            ),
-        },
-    ),
-    exercise(
-        9,
-        "bfloat",
-        {
-            "the gradient of first is off": changed(
-                "mended_bfloat",
-                (
-                    "dist.all_reduce(weight.grad)",
-                    "weight.grad = weight.grad.bfloat16().float()\n    dist.all_reduce(weight.grad)",
-                ),
-            ),
-            "first has no gradient": changed(
-                "mended_bfloat",
-                ("loss.backward()", 'loss.backward()\nweights["first"].grad = None'),
-                ("for weight in weights.values()", 'for weight in [weights["last"]]'),
-            ),
-            "the gradient of first is 0.5 times the right one": changed(
-                "mended_bfloat",
-                (
-                    "dist.all_reduce(weight.grad)",
-                    "dist.all_reduce(weight.grad, op=dist.ReduceOp.SUM)\n    weight.grad /= 2",
-                ),
+            "declared('tokens'): up is P": changed("declared", ('"up": "V"', '"up": "P"')),
+            "declared('norm') says nothing of norm": changed(
+                "declared", ('("inputs", "norm", "head")', '("inputs", "head")')
             ),
         },
     ),

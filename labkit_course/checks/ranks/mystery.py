@@ -59,6 +59,34 @@ class Fault:
     step: int
     layer: int
 
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines of evidence, each a tool and a row, that no other cause would leave."""
+        place = self.step * LAYERS + LAYERS - 1 - self.layer
+        own = f"rank {self.rank}"
+        # A step reduces its last layer first.
+        record = {
+            "left out": (f"record: call {place}", f"record: call {place + 1}"),
+            "other shape": (f"record: call {place}",),
+            "other order": tuple(f"record: call {self.step * LAYERS + each}" for each in (0, 1)),
+        }
+        everyone = range(RANKS)
+        lines = {
+            **record,
+            "fewer batches": (f"stacks: {own}", f"logs: {own}"),
+            "killed": (f"ends: {own}",),
+            "out of memory": (f"ends: {own}",),
+            "straggler": (f"times: {own}",),
+            "nan": (f"losses: step {self.step}",),
+            "other weights": (f"weights: {own}",),
+            "same samples": tuple(f"samples: rank {each}" for each in everyone),
+            "wrong scale": tuple(f"gradients: rank {each}" for each in everyone),
+        }
+        if self.rank is not None:
+            other = self.rank ^ 1
+            lines["deadlock"] = (f"stacks: {own}", f"stacks: rank {other}")
+            lines["slow link"] = (f"links: rank {self.rank} → {other}",)
+        return lines[self.cause]
+
 
 def draw_fault(seed: int) -> Fault:
     """Return the fault of a seed, always the same."""
@@ -70,10 +98,20 @@ def draw_fault(seed: int) -> Fault:
 
 @dataclass
 class Config:
-    """Which fault, and where the ranks write."""
+    """Which fault, of a seed or, if a cause is named, a known one, and where the ranks write."""
 
     seed: int = 0
     folder: str = ""
+    cause: str = ""
+    rank: int = 0
+    step: int = 3
+    layer: int = LAYERS - 1
+
+    def fault(self) -> Fault:
+        """Return the fault of this run."""
+        if self.cause:
+            return Fault(self.cause, self.rank, self.step, self.layer)
+        return draw_fault(self.seed)
 
 
 @dataclass
@@ -125,7 +163,7 @@ def main(config: Config) -> None:
     """Train on this rank with the fault of the seed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    index, fault = dist.get_rank(), draw_fault(config.seed)
+    index, fault = dist.get_rank(), config.fault()
     seen = Evidence(Path(config.folder), index)
     dist.barrier()
     threading.Thread(target=seen.end_when_quiet, daemon=True).start()
@@ -231,7 +269,7 @@ class Trainer:
         layers = list(reversed(range(LAYERS)))
         gradients = gradients_of(self.model)
         if self.has("other order", step):
-            layers = layers[1:] + layers[:1]
+            layers[:2] = layers[1], layers[0]
         for layer in layers:
             gradient = gradients[layer]
             if self.has("left out", step) and layer == self.fault.layer:
