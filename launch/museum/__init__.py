@@ -82,11 +82,12 @@ def unexplained(error: float, factor: float) -> float:
 
     The two parts of the error are at a right angle, because the factor is that of the projection.
     """
-    return math.sqrt(max(0.0, error**2 - (factor - 1) ** 2))
+    rest = math.sqrt(max(0.0, error**2 - (factor - 1) ** 2))
+    # A difference of squares of float32 numbers is no better than this.
+    return rest if rest > 3e-3 * error else 0.0
 
 
 def _percent(part: float | None) -> str:
     if part is None:
         return "–"
-    # Where the factor explains all, the rest is a difference of squares, and rounds more coarsely.
-    return f"{part:.1%}" if part > 5 * TOLERANCE else "0"
+    return f"{part:.1%}" if part >= 5 * TOLERANCE else "0"

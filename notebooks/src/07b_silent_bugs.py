@@ -149,7 +149,8 @@ visit("norm", mine_norm)
 
 # %% [markdown]
 # *The gradients of the rank that is furthest off, beside one device's.* `head` and `norm` are alike, because a rank's loss is that of its own tokens,
-# but the step adds up only one of their gradients. A rest is left, so a term is missing: that of the other ranks' tokens.
+# but the step adds up only one of their gradients. The factor is near a half, but a rest is left, so it is not a factor that is
+# wrong. A term is missing: that of the other ranks' tokens.
 #
 # The column **ranks differ by** is for weights that every rank holds whole: the largest distance between the ranks'
 # gradients. Each rank updates its own copy with its own gradient. If these differ, so do the copies after the first
@@ -160,7 +161,8 @@ visit("norm", mine_norm)
 at_norm = runs["norm"].ranks[0].reported
 claim("the norm's gradient is wrong, and no other", at_norm["wrong"] == ["norm"])
 rest = museum.unexplained(at_norm["errors"]["norm"], at_norm["ratios"]["norm"])
-claim("a rest is left, and the ranks differ", rest > 0.1 and at_norm["spread"]["norm"] > 0.1)
+claim("a rest is left, and the ranks differ", rest > 0.03 and at_norm["spread"]["norm"] > 0.1)
+claim("the factor is near a half", abs(at_norm["ratios"]["norm"] - 0.5) < 0.05, where=RANKS == 2)
 claim("the head's copies do not", at_norm["spread"]["head"] == 0)
 
 
