@@ -726,7 +726,6 @@ lower = [rooms[name]["logged"][-1] < rooms[name]["right"][-1] for name in ("toke
 claim("in two rooms it even ends lower", all(lower), where=(RANKS, STEPS) == (2, 20))
 falls = [each[curve][-1] / each[curve][0] for each in rooms.values() for curve in ("logged", "right")]
 claim("and each loss falls by a twelfth at least", max(falls) < 11 / 12, where=STEPS >= 20)
-claim("a room takes less than 5 s", max(each["seconds"] for each in rooms.values()) < 5)
 
 # %% [markdown]
 # ## 9. A judge that needs no ranks ({minutes} minutes)
