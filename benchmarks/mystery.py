@@ -96,7 +96,8 @@ def of_calls(case: Mystery) -> Diagnosis:
         return rank, "other shape", f"record: {row}"
     # After two calls that were swapped all is equal again; after one that is missing, nothing is.
     is_equal_again = any(len(set(calls)) == 1 for _, calls in table[parted:])
-    return rank, "other order" if is_equal_again else "left out", f"record: {row}"
+    proof, _ = table[min(parted + 1, len(table) - 1)]
+    return rank, "other order" if is_equal_again else "left out", f"record: {proof}"
 
 
 def of_a_failure(case: Mystery) -> Diagnosis:

@@ -81,8 +81,8 @@ worked.ask("stacks")
 # %% [markdown]
 # Do not ask which rank looks broken, ask who waits for whom. Ranks 2 and 3 stand in an all-reduce, so they wait for
 # ranks 0 and 1. Rank 0 sends to its partner, rank 1, so it waits for rank 1. And rank 1 waits at the end of its
-# training. Three ranks wait for rank 1, which believes that it is done. Its log should say why. A diagnosis is a rank, a cause,
-# and the line that proves it, as "tool: row".
+# training. Three ranks wait for rank 1, which believes that it is done. Its log should say why. A diagnosis is a rank,
+# a cause, and the line that proves it, as "tool: row".
 
 # %%
 worked.ask("logs")
@@ -90,8 +90,8 @@ worked.name(rank=1, cause="fewer batches", because="logs: rank 1")
 
 # %% [markdown]
 # Rank 1 had three batches, and the others went on to a fourth. The repair is to agree beforehand: an all-reduce with
-# `ReduceOp.MIN` over the numbers of batches. PyTorch's `DistributedSampler` instead repeats some samples, so that all ranks
-# have equally many.
+# `ReduceOp.MIN` over the numbers of batches. PyTorch's `DistributedSampler` instead repeats some samples, so that all
+# ranks have equally many.
 #
 # *Takeaway: in a hang, look at the stack of every rank, and follow who waits for whom. It leads to a rank that stands
 # elsewhere, or round in a circle.*
@@ -209,10 +209,10 @@ claim("three ranks stand in the all-reduce, and rank 3 does not", inside == [0, 
 # %% [markdown]
 # ## 4. A record of calls ({minutes} minutes)
 #
-# Ranks can all come, and to different calls. Calls carry no names: the first all-reduce of one rank meets the first
-# of another, whatever tensor it carries. In the next cell two ranks want to add up `a`, which is 1 on rank 0 and 2 on rank
-# 1, and `b`, which is 100 and 200. Rank 0 begins with `a`, rank 1 with `b`. Commit: what does each hold as `a` afterwards?
-# Right would be 1 + 2 on both.
+# Ranks can all come, and to different calls. Calls carry no names: the first all-reduce of one rank meets the first of
+# another, whatever tensor it carries. In the next cell two ranks want to add up `a`, which is 1 on rank 0 and 2 on rank
+# 1, and `b`, which is 100 and 200. Rank 0 begins with `a`, rank 1 with `b`. Commit: what does each hold as `a`
+# afterwards? Right would be 1 + 2 on both.
 
 # %% tags=["commit"]
 mine = commit(a_on_rank_0=None, a_on_rank_1=None)
@@ -235,14 +235,15 @@ held = {f"a_on_rank_{index}": rank.reported["a"] for index, rank in enumerate(sw
 plots.comparison_table(held, {"a_on_rank_0": 201, "a_on_rank_1": 102}, yours=mine)
 
 # %% [markdown]
-# *Each rank's `a` met the other's `b`, nobody complains, and the ranks go on with different numbers.* The order can differ
-# because of a loop over a `set`, a dictionary that was filled in another order, or a condition that is true on one rank
-# only. With another collective or another shape a run hangs, times out or aborts, and does not say why.
+# *Each rank's `a` met the other's `b`, nobody complains, and the ranks go on with different numbers.* The order can
+# differ because of a loop over a `set`, a dictionary that was filled in another order, or a condition that is true on
+# one rank only. With another collective or another shape a run hangs, times out or aborts, and does not say why.
 #
 # PyTorch can compare what ranks are about to call, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`. It notices another collective
-# and another shape at once, but not the swap above: there both are the same, and only the weights tell (section 6). Since all
-# ranks must agree before each call, it costs time in every step, so switch it on for the one run in which you search. The
-# next cell fails on purpose. (The variable is read when a group is made, so the cell sets the level, and makes a new group.)
+# and another shape at once, but not the swap above: there both are the same, and only the weights tell (section 6).
+# Since all ranks must agree before each call, it costs time in every step, so switch it on for the one run in which you
+# search. The next cell fails on purpose. (The variable is read when a group is made, so the cell sets the level, and
+# makes a new group.)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --name detail
@@ -325,9 +326,9 @@ print(f"rank {odd[0]} did not make call {place}: {flown[0][place] if flown[0] el
 parted
 
 # %% [markdown]
-# Above, rank 2's record merely ends. If it goes on, a single place does not tell what happened. The next cell runs the program
-# of section 1 with two faults that we know, both on rank 1. The tool `record` shows the calls around the first place where the
-# ranks part: `3.2` is layer 2 in step 3, and `…` a call that is not done.
+# Above, rank 2's record merely ends. If it goes on, a single place does not tell what happened. The next cell runs the
+# program of section 1 with two faults that we know, both on rank 1. The tool `record` shows the calls around the first
+# place where the ranks part: `3.2` is layer 2 in step 3, and `…` a call that is not done.
 
 # %% tags=["nbval-ignore-output"]
 left_out, other_order = KnownFault("left out", rank=1), KnownFault("other order", rank=1)
@@ -335,9 +336,9 @@ left_out.ask("record")
 other_order.ask("record")
 
 # %% [markdown]
-# *Call 9 is the same line in both.* Look further. Where a call was left out, all that follows comes one place early. Where
-# two were swapped, call 10 has the other one, and from call 11 on all is equal again. The first run hangs in the end; the
-# second goes on, with wrong numbers.
+# *Call 9 is the same line in both, and call 10 is not.* Where a call was left out, all that follows comes one place
+# early. Where two were swapped, call 10 has the other one, and from call 11 on all is equal again. The first run hangs
+# in the end; the second goes on, with wrong numbers.
 #
 # *Takeaway: find the first place at which the records part, and look one call further.*
 #
@@ -393,12 +394,12 @@ slow_link.ask("times")
 slow_link.ask("links")
 
 # %% [markdown]
-# *The straggler computes for 60 ms. With the slow link nobody computes longer, but rank 2's swap takes 60 ms, because it
-# waits for what rank 3 sends. The link from 3 to 2 is slow, and the other way is not.* So blame the sender, not the rank that
-# shows the wait.
+# *The straggler computes for 60 ms. With the slow link nobody computes longer, but rank 2's swap takes 60 ms, because
+# it waits for what rank 3 sends. The link from 3 to 2 is slow, and the other way is not.* So blame the sender, not the
+# rank that shows the wait.
 #
-# If the slow rank stays the same when the data move, it is the machine: a hot GPU, a slow disk, a neighbour. On GPUs take a
-# profiler, because `time.perf_counter` sees only the launch.
+# If the slow rank stays the same when the data move, it is the machine: a hot GPU, a slow disk, a neighbour. On GPUs
+# take a profiler, because `time.perf_counter` sees only the launch.
 #
 # *Takeaway: the rank that waits least is the one that all others wait for. If all compute alike, time each link.*
 #
@@ -412,8 +413,8 @@ slow_link.ask("links")
 #    Otherwise find out which samples each rank read.
 # 3. **Does each parameter move as its gradient says?** If not, the optimizer holds another tensor.
 #
-# A NaN has a question of its own: whose loss was NaN first, before an all-reduce carried it to all ranks? Two tools, on known
-# faults: `weights` on the swapped calls of section 4, and `losses` on a NaN.
+# A NaN has a question of its own: whose loss was NaN first, before an all-reduce carried it to all ranks? Two tools, on
+# known faults: `weights` on the swapped calls of section 4, and `losses` on a NaN.
 
 # %% tags=["nbval-ignore-output"]
 other_order.ask("weights")
@@ -421,8 +422,8 @@ born = KnownFault("nan", rank=2)
 born.ask("losses")
 
 # %% [markdown]
-# *Weights: equal at the start, and rank 1 alone differs at the end. Losses: in step 3 only rank 2 has a NaN; one step later
-# all ranks do.*
+# *Weights: equal at the start, and rank 1 alone differs at the end. Losses: in step 3 only rank 2 has a NaN; one step
+# later all ranks do.*
 #
 # A **parity check** asks the second question: it trains the same network on one device and compares tensor by tensor.
 # PyTorch calls `average` whenever a gradient is complete, so three ways to average are three short functions.
@@ -495,9 +496,9 @@ claim("it is a bias", "bias" in checked["weights_alone"].verdict_text)
 # ## 7. Mystery runs ({minutes} minutes)
 #
 # Now nobody tells you the fault. `Mystery(seed)` draws one of the causes below and a rank, and runs the program of
-# section 1 with it. You see the symptom, and may ask at most three tools, one call each: think before you ask. Then
-# you name the rank, the cause, and the line that proves it. For a fault of the whole program, the rank is None. If you run a
-# mystery's cell again, you have three looks again.
+# section 1 with it. You see the symptom, and may ask at most three tools, one call each: think before you ask. Then you
+# name the rank, the cause, and the line that proves it. For a fault of the whole program, the rank is None. If you run
+# a mystery's cell again, you have three looks again.
 #
 # Without a name, `ask` lists the tools and costs nothing. What would each cause on the list leave behind, and which tool
 # tells most of them apart? Of the three runs below the first hangs, the second is slow, and the third looks as if
@@ -542,13 +543,14 @@ third.ask("record")
 # %% [markdown]
 # ### Exercise 3: rank, cause and proof (•••, {minutes} minutes)
 #
-# Return what you found: `{25: (rank, "cause", "tool: row"), 6: …, 15: …}`, with the causes as the table above spells them,
-# and the row as the tool prints it, such as `"stacks: rank 0"`. A line proves a cause if no other cause on the list would
-# leave it. The check tells which part is right.
+# Return what you found: `{25: (rank, "cause", "tool: row"), 6: …, 15: …}`, with the causes as the table above spells
+# them, and the row as the tool prints it, such as `"stacks: rank 0"`. A line proves a cause if no other cause on the
+# list would leave it. The check tells which part is right.
 #
 # <details><summary>Hint 1: mystery 25</summary>
 #
-# Follow who waits for whom. Then ask for the record, and hold it against the two of section 4.
+# Follow who waits for whom. Then ask for the record, and hold it against the two of section 4. Which call was not the
+# same in both?
 #
 # </details>
 # <details><summary>Hint 2: mystery 6</summary>
@@ -568,7 +570,7 @@ third.ask("record")
 def diagnoses() -> dict[int, tuple[int | None, str, str]]:
     ### BEGIN SOLUTION
     return {
-        25: (2, "left out", "record: call 9"),
+        25: (2, "left out", "record: call 10"),
         6: (3, "slow link", "links: rank 3 → 2"),
         15: (0, "other order", "record: call 7"),
     }
@@ -582,12 +584,13 @@ checks.diagnoses(diagnoses)
 # <details><summary>The three, look by look (open it once you have named them)</summary>
 #
 # - **25**. Stacks: ranks 0, 1 and 3 wait in an all-reduce, so for rank 2. It stands in `send`, so it waits for rank 3, and that is a
-#   circle: rank 2 is one swap ahead. Record: its call for layer 2 of step 3, `3.2`, is missing, and the next ones come one
-#   place early (calls 9 and 10).
+#   circle: rank 2 is one swap ahead. Record: at call 9 it has `3.1` where the others have `3.2`. At call 10 it has `3.0`
+#   and not `3.2`, so that call is missing.
 # - **6**. Times: all ranks compute for about as long, and rank 2's swap takes 60 ms, which the others spend waiting in the
 #   reduction. Links: messages from rank 3 to rank 2 take 60 ms, and the other way 0.1 ms.
 # - **15**. Weights: equal at the start, and rank 0's differ at the end. Record: at call 6 it has layer 1 where the others
-#   have layer 2, and at call 7 the reverse. Nothing is missing, so rank 0 reduced the two in another order.
+#   have layer 2, and at call 7 the reverse. Nothing is missing, so rank 0 reduced the two in another order, as call 7
+#   proves.
 #
 # </details>
 #
@@ -638,9 +641,9 @@ main()
 
 # %% [markdown]
 # Line 4 must come before the first collective that a rank may miss. It knows gloo only: with NCCL make a second group
-# for it, `dist.new_group(backend="gloo")`. It sends messages in every step, so take it out when the search is over. Line 5
-# costs a reduction of all weights, so do it every hundred steps. It says that ranks differ, not which is wrong: the rank
-# with the largest weights passes.
+# for it, `dist.new_group(backend="gloo")`. It sends messages in every step, so take it out when the search is over.
+# Line 5 costs a reduction of all weights, so do it every hundred steps. It says that ranks differ, not which is wrong:
+# the rank with the largest weights passes.
 #
 # ## 9. The card ({minutes} minutes)
 #

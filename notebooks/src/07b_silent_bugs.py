@@ -148,9 +148,9 @@ mine_norm = commit(norm=1, up=0, down=0, head=0)
 visit("norm", mine_norm)
 
 # %% [markdown]
-# *The gradients of the rank that is furthest off, beside one device's.* `head` and `norm` are alike, because a rank's loss is that of its own tokens,
-# but the step adds up only one of their gradients. The factor is near a half, but a rest is left, so it is not a factor that is
-# wrong. A term is missing: that of the other ranks' tokens.
+# *The gradients of the rank that is furthest off, beside one device's.* `head` and `norm` are alike, because a rank's
+# loss is that of its own tokens, but the step adds up only one of their gradients. The factor is near a half, but a
+# rest is left, so it is not a factor that is wrong. A term is missing: that of the other ranks' tokens.
 #
 # The column **ranks differ by** is for weights that every rank holds whole: the largest distance between the ranks'
 # gradients. Each rank updates its own copy with its own gradient. If these differ, so do the copies after the first
@@ -313,9 +313,9 @@ checks.mended(mended_tokens, "tokens")
 # %% [markdown]
 # <details><summary>What the bug did</summary>
 #
-# The gradient of `tokens` has two terms. What flows back past the pair, by the addition, is whole on every rank. What flows
-# back through the pair is only this rank's features. A sum of both would count the first once for each rank, so the sum
-# belongs where the pair begins.
+# The gradient of `tokens` has two terms. What flows back past the pair, by the addition, is whole on every rank. What
+# flows back through the pair is only this rank's features. A sum of both would count the first once for each rank, so
+# the sum belongs where the pair begins.
 #
 # </details>
 #
@@ -369,8 +369,8 @@ checks.mended(mended_gathered, "gathered")
 #
 # ### Exercise 4: a share of the words (•, {minutes} minutes)
 #
-# Each rank scores its own words of the vocabulary, so `head` is cut by words. The targets are smoothed: 0.9 of the loss is
-# that of the right word, and 0.1 is the mean over all 12 words.
+# Each rank scores its own words of the vocabulary, so `head` is cut by words. The targets are smoothed: 0.9 of the loss
+# is that of the right word, and 0.1 is the mean over all 12 words.
 #
 # <details><summary>Hint</summary>
 #
@@ -412,15 +412,15 @@ checks.mended(mended_smoothing, "smoothing")
 # %% [markdown]
 # <details><summary>What the bug did</summary>
 #
-# Each rank took the mean over its own words, so the smoothing pulled at them twice as hard with two ranks. It is a tenth of
-# the loss, and most of it cancels in the mean over the tokens. So the loss hardly moved.
+# Each rank took the mean over its own words, so the smoothing pulled at them twice as hard with two ranks. It is a
+# tenth of the loss, and most of it cancels in the mean over the tokens. So the loss hardly moved.
 #
 # </details>
 #
 # ### Exercise 5: the word after the next (•, {minutes} minutes)
 #
-# A second head predicts one word further, and its loss counts 0.3. Both losses are means over the tokens of all ranks: one is
-# a sum divided by the number of all tokens, the other a rank's mean, weighed by its share of the tokens.
+# A second head predicts one word further, and its loss counts 0.3. Both losses are means over the tokens of all ranks:
+# one is a sum divided by the number of all tokens, the other a rank's mean, weighed by its share of the tokens.
 #
 # <details><summary>Hint</summary>
 #
@@ -464,15 +464,16 @@ checks.mended(mended_extra, "extra")
 # %% [markdown]
 # <details><summary>What the bug did</summary>
 #
-# Both names stand for one tensor, and the all-reduce overwrites it. So a rank's share of the tokens is 1, and the second loss
-# counts once for each rank. Only that head feels the factor alone; in `trunk` both losses meet, and a rest is left.
+# Both names stand for one tensor, and the all-reduce overwrites it. So a rank's share of the tokens is 1, and the
+# second loss counts once for each rank. Only that head feels the factor alone; in `trunk` both losses meet, and a rest
+# is left.
 #
 # </details>
 #
 # ### Exercise 6: the norm that clips (•, {minutes} minutes)
 #
-# Before the update the whole gradient is scaled to a norm of 0.1 at most. `up` and `down` are cut over the ranks, and `head`
-# is whole.
+# Before the update the whole gradient is scaled to a norm of 0.1 at most. `up` and `down` are cut over the ranks, and
+# `head` is whole.
 #
 # <details><summary>Hint</summary>
 #
@@ -517,8 +518,8 @@ checks.mended(mended_clip, "clip")
 # %% [markdown]
 # <details><summary>What the bug did</summary>
 #
-# `down` was taken for a whole weight, so only rank 0's part of it counted. The norm is too small, and each rank shrinks too
-# little. All gradients are then wrong by one factor, without a rest.
+# `down` was taken for a whole weight, so only rank 0's part of it counted. The norm is too small, and each rank shrinks
+# too little. All gradients are then wrong by one factor, without a rest.
 #
 # </details>
 #
@@ -626,9 +627,9 @@ visit("scale", mine_scale)
 # %% [markdown]
 # <details><summary>What happens here</summary>
 #
-# This room is right. In section 3 a rank saw its own tokens, so the norm's gradient was one term of a sum. Here every rank sees
-# all tokens, and `copy_to_ranks` adds up what comes back through the cut layers, before it reaches the norm. An all-reduce
-# at the end would make the gradient too large by the number of ranks.
+# This room is right. In section 3 a rank saw its own tokens, so the norm's gradient was one term of a sum. Here every
+# rank sees all tokens, and `copy_to_ranks` adds up what comes back through the cut layers, before it reaches the norm.
+# An all-reduce at the end would make the gradient too large by the number of ranks.
 #
 # </details>
 #
@@ -650,8 +651,8 @@ visit("unwaited", mine_unwaited)
 # %% [markdown]
 # <details><summary>What happens here</summary>
 #
-# `all_reduce` with `async_op=True` returns at once. Rank 0 divides before the other's numbers have arrived, and mostly keeps
-# half of its own. On a lucky day the sum is there in time, and the bug is gone.
+# `all_reduce` with `async_op=True` returns at once. Rank 0 divides before the other's numbers have arrived, and mostly
+# keeps half of its own. On a lucky day the sum is there in time, and the bug is gone.
 #
 # ```diff
 #   handle = dist.all_reduce(row, async_op=True)
@@ -682,8 +683,8 @@ visit("bfloat", mine_bfloat)
 # %% [markdown]
 # <details><summary>What happens here</summary>
 #
-# bfloat16 has 8 bits for the digits, so each rounding is off by up to 2⁻⁸, about 0.4 %. An error of this size is no rounding
-# of float32, and too small for a missing term.
+# bfloat16 has 8 bits for the digits, so each rounding is off by up to 2⁻⁸, about 0.4 %. An error of this size is no
+# rounding of float32, and too small for a missing term.
 #
 # ```diff
 # - sent["last"] = sent["last"].bfloat16()  # half of the bytes
@@ -772,8 +773,8 @@ types_passed = checks.declared(declared)
 types_passed
 
 # %% [markdown]
-# With your types, the package judges the two steps as published and as mended. If yours are not right yet, labkit's stand in.
-# "accepted" means that it found nothing.
+# With your types, the package judges the two steps as published and as mended. If yours are not right yet, labkit's
+# stand in. "accepted" means that it found nothing.
 
 # %%
 for name, mended in {"tokens": mended_tokens, "norm": mended_norm}.items():
@@ -798,10 +799,10 @@ print(f"refused: {len(refused)} of 12; you: {prediction_text(mine_types['refused
 pandas.DataFrame.from_dict(refused, orient="index", columns=["the types say"])
 
 # %% [markdown]
-# The types refuse a sum that is missing, a number that differs between ranks where it must not, and a rounding before the
-# sum. They cannot see a wrong factor or count, a weight that is taken for whole, a wait that comes too late, or a gradient
-# that stays on its rank as in `gathered`: all these have the right types. And they take your word for what the step begins with,
-# which parity does not.
+# The types refuse a sum that is missing, a number that differs between ranks where it must not, and a rounding before
+# the sum. They cannot see a wrong factor or count, a weight that is taken for whole, a wait that comes too late, or a
+# gradient that stays on its rank as in `gathered`: all these have the right types. And they take your word for what the
+# step begins with, which parity does not.
 
 # %% tags=["claim"]
 ASKED = said["norm"] is not None
@@ -850,7 +851,8 @@ pandas.DataFrame.from_dict(table, orient="index")
 # </details>
 # <details><summary>2. Would SGD have shown that bug in the loss?</summary>
 #
-# Not for certain. Its step for the experts would have been too long by the number of ranks, and a longer step may help or harm.
+# Not for certain. Its step for the experts would have been too long by the number of ranks, and a longer step may help
+# or harm.
 #
 # </details>
 # <details><summary>3. In the room of the tokens only `embed` is wrong. Why not `up`?</summary>

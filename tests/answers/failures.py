@@ -13,9 +13,9 @@ return None
 """
 DIAGNOSES = """
 return {{
-    25: (2, "left out", "record: call 9"),
+    25: (2, "left out", "record: {call}"),
     6: {second},
-    15: (0, "other order", "record: call 6"),
+    15: (0, "other order", "record: call 7"),
 }}
 """
 
@@ -77,23 +77,32 @@ return found
         checks.diagnoses,
         {
             "mystery 6: rank 3 is right, 'straggler' is not": DIAGNOSES.format(
-                second='(3, "straggler", "times: rank 3")'
+                call="call 10", second='(3, "straggler", "times: rank 3")'
             ),
             "mystery 6: 'slow link' is right, rank 2 is not": DIAGNOSES.format(
-                second='(2, "slow link", "times: rank 2")'
+                call="call 10", second='(2, "slow link", "times: rank 2")'
             ),
             "mystery 6: neither no single rank nor 'wrong scale'": DIAGNOSES.format(
-                second='(None, "wrong scale", "gradients: rank 0")'
+                call="call 10", second='(None, "wrong scale", "gradients: rank 0")'
             ),
-            "mystery 6: 'slow' is none of the causes": DIAGNOSES.format(second='(3, "slow", "times: rank 3")'),
-            "mystery 6: (3, 'slow link') is not (rank, cause, line)": DIAGNOSES.format(second='(3, "slow link")'),
+            "mystery 6: 'slow' is none of the causes": DIAGNOSES.format(
+                call="call 10", second='(3, "slow", "times: rank 3")'
+            ),
+            "mystery 6: (3, 'slow link') is not (rank, cause, line)": DIAGNOSES.format(
+                call="call 10", second='(3, "slow link")'
+            ),
             "mystery 6: rank 3, 'slow link' is right, 'times: rank 2' does not prove it": DIAGNOSES.format(
-                second='(3, "slow link", "times: rank 2")'
+                call="call 10", second='(3, "slow link", "times: rank 2")'
             ),
             "mystery 6: rank 3, 'slow link' is right, 'the swap takes 60 ms' is not the line": DIAGNOSES.format(
-                second='(3, "slow link", "the swap takes 60 ms")'
+                call="call 10", second='(3, "slow link", "the swap takes 60 ms")'
             ),
-            "mystery 15 is missing": 'return {25: (2, "left out", "record: call 9")}',
+            "mystery 25: rank 2, 'left out' is right, 'record: call 9' does not prove it": DIAGNOSES.format(
+                call="call 9", second='(3, "slow link", "links: rank 3 → 2")'
+            ),
+            "mystery 15 is missing": """
+return {25: (2, "left out", "record: call 10"), 6: (3, "slow link", "links: rank 3 → 2")}
+""",
             "it gave (2, 'left out')": 'return 2, "left out"',
         },
     ),

@@ -63,11 +63,12 @@ class Fault:
         """Return the lines of evidence, each a tool and a row, that no other cause would leave."""
         place = self.step * LAYERS + LAYERS - 1 - self.layer
         own = f"rank {self.rank}"
-        # A step reduces its last layer first.
+        # Where the ranks part, a call that is left out looks like one that is swapped; the next one
+        # tells. There is none if the rank waits in a swap that the others have not reached.
         record = {
-            "left out": (f"record: call {place}", f"record: call {place + 1}"),
+            "left out": (f"record: call {place + (self.layer > 0)}",),
             "other shape": (f"record: call {place}",),
-            "other order": tuple(f"record: call {self.step * LAYERS + each}" for each in (0, 1)),
+            "other order": (f"record: call {self.step * LAYERS + 1}",),
         }
         everyone = range(RANKS)
         lines = {
