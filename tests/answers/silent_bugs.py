@@ -125,13 +125,13 @@ EXERCISES = [
         "declared",
         checks.declared,
         {
-            "declared('tokens'): embed is R, so a rank's gradient is a term": changed(
+            "declared('tokens'): inputs is R, so a rank's gradient is a term": changed(
                 "declared", ('"I" if room == "tokens" else "R"', '"R"')
             ),
             "declared('norm'): inputs is I, so its gradient is the same": changed(
                 "declared", ('"I" if room == "tokens" else "R"', '"I"')
             ),
-            "declared('tokens'): up is P": changed("declared", ('"up": "V"', '"up": "P"')),
+            "declared('tokens'): up is 'P'": changed("declared", ('"up": "V"', '"up": "P"')),
             "declared('norm') says nothing of norm": changed(
                 "declared", ('("inputs", "norm", "head")', '("inputs", "head")')
             ),
