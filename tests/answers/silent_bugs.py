@@ -72,8 +72,8 @@ EXERCISES = [
             "the gradient of trunk is off by 0.80%": changed(
                 "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "logits.mean(dim=1)")
             ),
-            "the gradient of trunk is off by 1.6": changed(
-                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "sum_over_ranks(logits.mean(dim=1))")
+            "the gradient of trunk is 2 times the right one": changed(
+                "mended_smoothing", ("loss.backward()", "(2 * loss).backward()")
             ),
             "right on 2 ranks, but with 3 ranks: the gradient of trunk is off": changed(
                 "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "sum_over_ranks(logits.mean(dim=1)) / 2")
