@@ -34,7 +34,7 @@ EXERCISES = [
                 "parity",
                 ("for name, mine in got.items():", "for name in whole:\n    mine = got[name]"),
             ),
-            "on rank 0, in the room norm it gave [0.": changed(
+            "on rank 0, in the room norm it gave 0.": changed(
                 "parity", ("found[name] = (off_by.item(), factor.item())", "found[name] = off_by.item()")
             ),
         },
