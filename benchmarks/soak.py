@@ -72,13 +72,13 @@ def host_dies(hosts: LocalHosts, runs: Path) -> bool:
     def kill() -> None:
         while not noted.exists() or len(noted.read_text().split()) < 4:  # on each host torchrun and a rank
             time.sleep(0.05)
-        hosts.kill_host("beta")
+        hosts.kill_host("host1")
 
     threading.Thread(target=kill, daemon=True).start()
     try:
         labkit.run(MISBEHAVE, nproc=1, hosts=hosts, group=True, how="wait", pids=str(noted), timeout_s=60)
     except HostLost as error:
-        return "beta" in str(error)
+        return "host1" in str(error)
     return False
 
 

@@ -1,6 +1,6 @@
 """Start an agent (host_agent.py) on each host through ssh: the notebook's side of a run.
 
-    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])  # two ranks each, through ssh
+    labkit.run("fsdp_wrap", nproc=2, hosts=["host0", "host1"])  # two ranks each, through ssh
 
 Nothing listens here. Each agent uses the stdin and stdout of its ssh, and ends with it. It sends
 the files of its ranks here while they grow: no folder has to be shared.
@@ -45,7 +45,7 @@ class Host:
         name: its name for ssh, and in tables.
         address: the one the other hosts must use; "" for the first that all of them reach.
         python: its Python; "" for the same path as here.
-        command: runs a command there, instead of ssh: such as ``("ip", "netns", "exec", "beta")``;
+        command: runs a command there, instead of ssh: such as ``("ip", "netns", "exec", "host1")``;
             None for ssh.
     """
 
@@ -117,7 +117,7 @@ def parse_hosts(hosts: Any) -> list[Host]:
     """Return the hosts of a run; raise ParameterError unless they are distinct names or Hosts."""
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
         raise ParameterError(
-            f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']"
+            f"hosts = {hosts!r} is no list of hosts: give their names, such as ['host0', 'host1']"
         )
     found = [each if isinstance(each, Host) else Host(each) for each in hosts]
     names = [each.name for each in found]

@@ -28,7 +28,7 @@ from labkit.launcher.process import loopback_interface
 from labkit_cluster.host_rendezvous import LOOPBACK
 from labkit_cluster.hosts import Host
 
-HOST_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+HOST_NAMES = tuple(f"host{index}" for index in range(8))
 NAMESPACE_KIND, PROCESS_KIND = (
     "network namespaces joined by a bridge",
     "processes that meet on loopback",
@@ -101,7 +101,7 @@ class LocalHosts(Sequence[Host]):
 
 @contextlib.contextmanager
 def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
-    """Start up to eight hosts called alpha, beta and so on; they end with the block."""
+    """Start up to eight hosts called host0, host1 and so on; they end with the block."""
     if not 1 <= count <= len(HOST_NAMES):
         raise ParameterError(f"count = {count} hosts are not between 1 and {len(HOST_NAMES)}")
     names = HOST_NAMES[:count]

@@ -3,7 +3,7 @@
     with start_local_hosts(2) as hosts, tempfile.TemporaryDirectory() as folder:
         terminals = Terminals(hosts, Path(folder))
         said = terminals.run('echo "I am $(hostname), my name leads to $(hostname -i)"')
-        print(said["alpha"])
+        print(said["host0"])
 
 Where hosts are network namespaces, each gets what a real machine has: a name of its own, a file
 /etc/hosts in which this name leads to 127.0.1.1, as Debian's installer writes it, and an interface
@@ -74,6 +74,14 @@ class Terminals:
                 self.stop()
             time.sleep(POLL_S)
         return {name: self._output(name).read_text(errors="replace") for name in self._running}
+
+    def wait_for(self, words: str, name: str, limit_s: float = 60) -> None:
+        """Wait until a host has printed these words, or what was typed there has ended."""
+        give_up = time.monotonic() + limit_s
+        while words not in self._output(name).read_text(errors="replace"):
+            if self._running[name].poll() is not None or time.monotonic() > give_up:
+                return
+            time.sleep(POLL_S)
 
     def run(self, line: str, *names: str, limit_s: float = 60) -> dict[str, str]:
         """Type a line on these hosts, or on all, and return what each has printed."""

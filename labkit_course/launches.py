@@ -2,6 +2,9 @@
 
 Where hosts have networks of their own (as root on Linux), the lines really run there. Elsewhere the
 lab shows what such hosts printed, and a line is judged by what it would tell torchrun on each.
+
+A learner's line then starts two programs: one counts the bytes that leave a host, and the other
+loses a host while it trains.
 """
 
 import ast
@@ -10,9 +13,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +28,12 @@ import pandas
 
 from labkit.errors import LabError
 from labkit.runs.folder import ROOT
+from labkit_cluster.local_hosts import LocalHosts
 from labkit_cluster.typed import OWN_NAME_ADDRESS, Terminals
 
 TRAIN = ROOT / "launch" / "cluster" / "train.py"
-ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
+TRAFFIC = ROOT / "launch" / "cluster" / "traffic.py"
+ADDRESSES = {"host0": "10.77.0.1", "host1": "10.77.0.2"}
 INTERFACE = "eth0"
 _SAME = "--nproc-per-node 2 --rdzv-backend c10d --local-addr $ADDRESS"
 _LIMITS = "join_timeout=12,read_timeout=5,last_call_timeout=2"
@@ -36,7 +43,7 @@ LINES = {
         f" --rdzv-conf is_host=$IS_HOST,{_LIMITS} who.py"
     ),
     "second": (
-        f"GLOO_SOCKET_IFNAME=docker0 torchrun --nnodes 2 {_SAME} --rdzv-endpoint alpha:29500"
+        f"GLOO_SOCKET_IFNAME=docker0 torchrun --nnodes 2 {_SAME} --rdzv-endpoint host0:29500"
         f" --rdzv-conf is_host=$IS_HOST,{_LIMITS} who.py"
     ),
     "third": (
@@ -49,10 +56,11 @@ minutes for the others to join, and half a minute for more of them."""
 
 WHO = """
 import os
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 total = torch.ones(1)
 dist.all_reduce(total)
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -111,18 +119,97 @@ def world_size(said: Mapping[str, str]) -> int:
     return max([0, *(int(each) for text in said.values() for each in RANKS_SAID.findall(text))])
 
 
-def write_program(folder: Path, **functions: Callable[..., Any]) -> Path:
-    """Write launch/cluster/train.py into a folder, with these functions in the place of its own."""
-    text = whole = TRAIN.read_text(encoding="utf-8")
+def write_program(folder: Path, program: Path = TRAIN, **functions: Callable[..., Any]) -> Path:
+    """Write a program into a folder, with these functions in the place of its own."""
+    text = whole = program.read_text(encoding="utf-8")
     for node in ast.parse(whole).body:
         if isinstance(node, ast.FunctionDef) and node.name in functions:
             own = ast.get_source_segment(whole, node)
             yours = textwrap.dedent(inspect.getsource(functions[node.name])).rstrip()
             assert own is not None
             text = text.replace(own, yours)
-    path = folder / TRAIN.name
+    path = folder / program.name
     path.write_text(text)
     return path
+
+
+Line = Callable[[int, str], str]
+"""Makes the line that starts a program on each of two hosts: from ranks of a host, and its name."""
+
+
+def working_line(hosts: LocalHosts) -> Line:
+    """Return what makes a line that works on these hosts."""
+    endpoint = hosts.host_address(hosts[0].name)
+    return lambda ranks, program: (
+        f"GLOO_SOCKET_IFNAME={hosts.interface} torchrun --nnodes 2 --nproc-per-node {ranks}"
+        f" --rdzv-backend c10d --rdzv-endpoint {endpoint}:29500 --rdzv-conf is_host=$IS_HOST"
+        f" --local-addr $ADDRESS {program}"
+    )
+
+
+def measure_traffic(
+    terminals: Terminals, line: Line, ranks: int, dim: int, **functions: Callable[..., Any]
+) -> dict[str, float]:
+    """Return the bytes that leave host 0 in a step, by way of sharding, in model sizes.
+
+    Hosts that share one network cannot tell; there it is what other hosts have counted.
+    """
+    said = recorded_words()["traffic"]
+    if terminals.are_machines:
+        write_program(terminals.folder, TRAFFIC, **functions)
+        said = terminals.run(f"export DIM={dim}; {line(ranks, TRAFFIC.name)}")
+    else:
+        print("(recorded, with 2 ranks on each host: these hosts share one network card)")
+    for text in said.values():
+        print(*(re.findall("^host .*", text, re.MULTILINE) or telling_lines(text)), sep="\n")
+    found = re.findall(r"^host 0: (\w+) .* = (\S+) times", "\n".join(said.values()), re.MULTILINE)
+    return {f"{way}_times": float(times) for way, times in found}
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """What happened to a training of which a host was lost, and when it then went on."""
+
+    lost: str
+    """What the host that is left printed."""
+    saves: list[str]
+    """The names of the saves that were complete when the host was lost."""
+    ended_after_s: float
+    """How long the torchrun of the other host went on."""
+    resumed: str
+    """What was printed when the ranks of one host went on."""
+
+
+EMPTY = (lambda: None).__code__
+STEPS, EVERY, LOST_AT = 16, 4, 9
+"""Steps of that training, the steps between two saves, and in which step the host is lost."""
+
+
+def lose_host(
+    terminals: Terminals, line: Line, train: Callable[..., Any] | None = None
+) -> LostHost | None:
+    """Train with two ranks on each of two hosts, kill one host, and go on with those of the other.
+
+    Return None if ``train``, which takes the place of the program's own, is empty or no function.
+    """
+    code = getattr(train, "__code__", EMPTY)
+    if train is not None and code.co_code == EMPTY.co_code:
+        return None
+    write_program(terminals.folder, TRAIN, **({"train": train} if train else {}))
+    saves = terminals.folder / "lost"
+    shutil.rmtree(saves, ignore_errors=True)  # of an earlier try
+    first, second = (host.name for host in terminals.hosts)
+    setting = f"export SAVES={saves.name} STEPS={STEPS} EVERY={EVERY}"
+    terminals.start(f"{setting} STEP_S=0.1; {line(2, TRAIN.name)}")
+    terminals.wait_for(f"step {LOST_AT} on", first)
+    terminals.hosts.kill_host(second)
+    killed_at = time.monotonic()
+    complete = sorted(path.parent.name for path in saves.glob("step_*/.metadata"))
+    lost = terminals.wait()[first]
+    ended_after_s = time.monotonic() - killed_at
+    alone = f"torchrun --standalone --nproc-per-node 2 {TRAIN.name}"
+    resumed = terminals.run(f"{setting}; {alone}", first)[first]
+    return LostHost(lost, complete, ended_after_s, resumed)
 
 
 def losses(text: str) -> pandas.Series:
@@ -135,6 +222,8 @@ def losses(text: str) -> pandas.Series:
 class Told:
     """What a line tells torchrun on one host."""
 
+    ranks: str
+    program: str
     nodes: int
     most_nodes: int
     endpoint: str
@@ -168,7 +257,7 @@ def read_line(line: str) -> dict[str, Told]:
 def _read_on(host: str, line: str, folder: Path) -> Told:
     from torch.distributed.run import config_from_args, get_args_parser
 
-    own = {"ADDRESS": ADDRESSES[host], "IS_HOST": str(int(host == "alpha")), "HOST": host}
+    own = {"ADDRESS": ADDRESSES[host], "IS_HOST": str(int(host == "host0")), "HOST": host}
     plain = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     try:
@@ -189,7 +278,8 @@ def _read_on(host: str, line: str, folder: Path) -> Told:
     try:
         # It would warn where this is not set, and set it.
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-            config, _, _ = config_from_args(get_args_parser().parse_args(words))
+            options = get_args_parser().parse_args(words)
+            config, _, _ = config_from_args(options)
     except (Exception, SystemExit) as error:
         given = shlex.join(["torchrun", *words])
         raise LabError(f"torchrun on {host} refuses `{given}`: {error}") from None
@@ -198,6 +288,8 @@ def _read_on(host: str, line: str, folder: Path) -> Told:
     if config.rdzv_backend == "static":
         is_host = config.rdzv_configs.get("rank") == 0
     return Told(
+        options.nproc_per_node,
+        options.training_script,
         config.min_nodes,
         config.max_nodes,
         config.rdzv_endpoint.partition(":")[0],

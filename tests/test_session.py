@@ -178,7 +178,7 @@ def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, not
 
 def test_hosts_that_were_made_on_one_machine_share_its_gpus(monkeypatch):
     set_machine(monkeypatch, "auto", gpus=4, ranks=2, index=1)
-    os.environ.update(LABKIT_HOST_ON_THIS_MACHINE="1-beta", RANK="3", WORLD_SIZE="4")
+    os.environ.update(LABKIT_HOST_ON_THIS_MACHINE="1-host1", RANK="3", WORLD_SIZE="4")
     assert SESSION.choose_device() == (torch.device("cuda:3"), "")
     os.environ.update(WORLD_SIZE="8", RANK="3")
     assert SESSION.choose_device() == (torch.device("cpu"), "4 GPU for 8 ranks: ran on CPU")

@@ -73,7 +73,7 @@ def test_the_wheel_holds_programs_and_learners_notebooks_and_nothing_else(instal
     names = {path.name for path in (packages / "notebooks").iterdir()}
     assert "00_ranks.ipynb" in names and all(name.endswith(".ipynb") for name in names)
     assert (packages / "launch" / "fsdp_wrap.py").exists()
-    for_clusters = {"slurm.sh", "kubernetes.yaml", "general.sbatch", "train.py"}
+    for_clusters = {"slurm.sh", "kubernetes.yaml", "general.sbatch", "train.py", "traffic.py"}
     assert {path.name for path in (packages / "launch" / "cluster").glob("*.*")} == for_clusters
     assert (packages / "labkit_course" / "recorded" / "words.json").exists()
     assert (packages / "labkit_course" / "recorded" / "runs.zip").exists()

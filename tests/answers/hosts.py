@@ -1,14 +1,13 @@
 """Lab 8."""
 
+import functools
+
+import answers
 from answers import Exercise
 from labkit_course.checks import hosts as checks
 
-NEWEST = """
-found = [path for path in folder.glob("step_*"){complete}]
-return {choice}
-"""
-COMPLETE = ' if (path / ".metadata").exists()'
-BY_NUMBER = 'max(found, key=lambda path: int(path.name.split("_")[1]), default=None)'
+changed = functools.partial(answers.changed, "08")
+
 REDUCED = """
 anyone = torch.tensor(float(asked))
 dist.all_reduce(anyone, op=dist.ReduceOp.{op})
@@ -26,69 +25,89 @@ return script.replace('torchrun "$@"\\n', 'torchrun "$@"{wait}\\n')
 """
 RIGHT = {"host": "is_host=$((SLURM_NODEID == 0))", "letter": "B:", "wait": " &\\nwait $!\\nwait $!"}
 NODE_1 = "is_host=$((SLURM_NODEID == 1))"
+ACROSS = """
+from torch.distributed.device_mesh import DeviceMesh
+rows = torch.arange(hosts * ranks).reshape(ranks, hosts).T
+mesh = DeviceMesh("cpu", rows, mesh_dim_names=("replicate", "shard"))
+for block in model:
+    fully_shard(block, mesh=mesh)
+"""
+LOAD = "dcp.load(state, checkpoint_id=newest)"
+
+
+def line(*pairs: tuple[str, str]) -> str:
+    return changed("launch_line", *pairs)
+
+
 EXERCISES = [
     Exercise(
         "8.1",
-        "newest_complete",
-        checks.newest_complete,
+        "launch_line",
+        checks.launch_line,
         {
-            "it gave step_11, which was cut off": NEWEST.format(complete="", choice=BY_NUMBER),
-            "it gave step_9, and step_10 is newer": NEWEST.format(complete=COMPLETE, choice="max(found, default=None)"),
-            "newest_complete of an empty folder raised": NEWEST.format(
-                complete=COMPLETE, choice=BY_NUMBER.replace(", default=None", "")
+            "host1 looks for the endpoint at 10.77.0.2": line(
+                ("host0:29500", "$ADDRESS:29500 --rdzv-conf is_host=$IS_HOST")
             ),
+            "both join, but host0 trains alone if the other is late": line(("--nnodes 2", "--nnodes 1:2")),
+            "host1 looks for the endpoint at 127.0.1.1": line(
+                ("host0:29500", "$(hostname -i):29500 --rdzv-conf is_host=$IS_HOST")
+            ),
+            "host0 looks for the endpoint at 10.77.0.1": line(("host0:", "10.77.0.1:")),
+            "each host takes itself for the endpoint's host, and waits": line(("host0:", "localhost:")),
+            "each host takes itself for the endpoint's host, and trains alone": (
+                line(("host0:", "localhost:"), ("--nnodes 2", "--nnodes 1:2"))
+            ),
+            "ranks on host0 give the others an address on docker0": line(("=eth0", "=docker0")),
+            "ranks on host0 give the others an address on no interface": line(("GLOO_SOCKET_IFNAME=eth0", "")),
+            "host0 gives itself the address 127.0.1.1": line(("--local-addr $ADDRESS", "")),
+            "torchrun on host0 refuses": line(("--nnodes", "--nodes")),
+            "on host0 --nnodes is 1": line(("--nnodes 2", "--nnodes 1")),
+            "launch_line(3, 'train.py') starts 2 ranks of train.py": line(("{ranks}", "2")),
+            "launch_line(3, 'train.py') starts 3 ranks of who.py": line(("{program}", "who.py")),
+            "launch_line(2, 'who.py') gave 'python who.py'": "return 'python ' + program",
         },
     ),
     Exercise(
         "8.2",
-        "mend_first",
-        checks.mend_first,
+        "shard_hybrid",
+        checks.shard_hybrid,
         {
-            "the line is as it was": "return line.replace('hostname -f', 'alpha')",
-            "beta looks for the endpoint at 10.77.0.2": "return line.replace('$(hostname -i)', '$ADDRESS')",
-            "beta looks for the endpoint at 127.0.0.1": "return line.replace('$(hostname -i)', 'localhost')",
-            "alpha looks for the endpoint at 10.77.0.2": "return line.replace('$(hostname -i)', 'beta')",
-            "each host takes itself for the endpoint's host, and waits": "return line.replace('$IS_HOST', '1')",
-            "torchrun on alpha refuses": "return line.replace('--nnodes', '--nodes')",
+            "all 6 ranks together hold one copy": changed(
+                "shard_hybrid", ('(hosts, ranks), mesh_dim_names=("replicate", "shard")', "(hosts * ranks,)")
+            ),
+            "rank 0 holds 0.33 of the model's parameters": changed(
+                "shard_hybrid", ("(hosts, ranks)", "(ranks, hosts)")
+            ),
+            "with 3 hosts of 2 ranks, 3 calls of all_gather join": ACROSS,
+            "the model is gathered in 1 call": changed("shard_hybrid", ("for block in model:", "for block in ():")),
+            "on rank 0, 0.0.weight, 0.0.bias": changed("shard_hybrid", ('"shard"))', '"shard"))["shard"]')),
+            "rank 0 holds 1 of the model's parameters": "print(len(model))",
         },
     ),
     Exercise(
         "8.3",
-        "mend_second",
-        checks.mend_second,
+        "train",
+        checks.train,
         {
-            "ranks on alpha give the others an address on lo": "return line.replace('docker0', 'lo')",
-            "ranks on alpha give the others an address on no interface": (
-                "return line.replace('GLOO_SOCKET_IFNAME=docker0', '')"
+            "after 10 steps there are saves of 1, 5, 9 steps": changed("train", ("(step + 1) % every", "step % every")),
+            "it went on with step 0": changed("train", ("newest_complete(folder)", "None")),
+            "after 10 steps there are saves of no steps": changed("train", ("(step + 1) % every == 0", "step < 0")),
+            "after 10 steps there are saves of 1, 2, 3, 4, 5, 6, 7, 8, 9": changed(
+                "train", ("if (step + 1) % every == 0", "if every")
             ),
-            "alpha gives itself the address 127.0.1.1": (
-                "return line.replace('docker0', 'eth0').replace('--local-addr $ADDRESS', '')"
+            "it went on with step 7": changed("train", ('"step": step + 1', '"step": step')),
+            "it went on with step 9": changed("train", ("range(first", "range(first + 1")),
+            "step 8 has the loss": changed("train", (LOAD, 'state["step"] = 8')),
+            "step 9 has the loss": changed(
+                "train", (LOAD, 'dcp.load({"model": weights}, checkpoint_id=newest)\n    state["step"] = 8')
             ),
+            "it did not go on": changed("train", ("checkpoint_id=newest", "checkpoint_id=folder")),
+            "before a host was lost it trained 0 steps: NameError": "return learn(model)",
+            "it ended after step 11": changed("train", ("first, steps", "first, 12")),
         },
     ),
     Exercise(
         "8.4",
-        "mend_third",
-        checks.mend_third,
-        {
-            "both join, but alpha trains alone if the other is late": (
-                "return line.replace('$(cat head.txt || echo localhost)', 'alpha')"
-            ),
-            "each host takes itself for the endpoint's host, and waits": (
-                "return line.replace('--nnodes 1:2', '--nnodes 2')"
-            ),
-            "each host takes itself for the endpoint's host, and trains alone": (
-                "return line.replace('echo localhost', 'echo 127.0.0.1')"
-            ),
-            "alpha looks for the endpoint at 10.77.0.1, where nobody": (
-                "return line.replace('$(cat head.txt || echo localhost)', '10.77.0.1')"
-                ".replace('--nnodes 1:2', '--nnodes 2')"
-            ),
-            "on alpha --nnodes is 1": "return line.replace('--nnodes 1:2', '--nnodes 1')",
-        },
-    ),
-    Exercise(
-        "8.5",
         "all_stop",
         checks.all_stop,
         {
@@ -100,7 +119,7 @@ EXERCISES = [
         },
     ),
     Exercise(
-        "8.6",
+        "8.5",
         "mend_script",
         checks.mend_script,
         {

@@ -69,7 +69,7 @@ def test_a_silent_host_is_lost_and_one_that_was_suspended_is_not(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(listeners, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ours, theirs = socket.socketpair()
-    heartbeats = Heartbeats({"beta": ours})
+    heartbeats = Heartbeats({"host1": ours})
 
     def after(seconds):
         clock.now += seconds
@@ -79,7 +79,7 @@ def test_a_silent_host_is_lost_and_one_that_was_suspended_is_not(monkeypatch):
     assert [after(2) for _ in range(listeners.HEARTBEAT_MISS_LIMIT - 2)] == [[]] * (listeners.HEARTBEAT_MISS_LIMIT - 2)
     theirs.send(listeners.HEARTBEAT_BYTE)
     assert [after(2) for _ in range(listeners.HEARTBEAT_MISS_LIMIT + 1)] == [[]] * (listeners.HEARTBEAT_MISS_LIMIT + 1)
-    assert after(2) == ["beta"]
+    assert after(2) == ["host1"]
     heartbeats.close()
     theirs.close()
 
@@ -95,13 +95,13 @@ def reports(*reached):
 
 
 def test_the_address_is_one_that_all_hosts_reach():
-    own = cards(alpha=["172.17.0.1", "10.0.0.1", "10.1.0.1"], beta=["10.0.0.2"], gamma=["10.0.0.3", "10.1.0.3"])
+    own = cards(host0=["172.17.0.1", "10.0.0.1", "10.1.0.1"], host1=["10.0.0.2"], host2=["10.0.0.3", "10.1.0.3"])
     told = reports(
         {1: {"10.0.0.2": "10.0.0.1"}, 2: {"10.0.0.3": "10.0.0.1", "10.1.0.3": "10.1.0.1"}},
         {0: {"10.0.0.1": "10.0.0.2"}, 2: {"10.0.0.3": "10.0.0.2"}},
         {0: {"172.17.0.1": "172.17.0.9", "10.1.0.1": "10.1.0.3", "10.0.0.1": "10.0.0.3"}, 1: {"10.0.0.2": "10.0.0.3"}},
     )
-    assert choose_addresses(["alpha", "beta", "gamma"], own, told) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert choose_addresses(["host0", "host1", "host2"], own, told) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 
 @pytest.mark.parametrize(
@@ -109,32 +109,32 @@ def test_the_address_is_one_that_all_hosts_reach():
     [
         (
             [{}, {0: {"10.1.0.1": "a"}}, {0: {"10.0.0.1": "c"}}],
-            "alpha has no address that all hosts reach .beta reaches",
+            "host0 has no address that all hosts reach .host1 reaches",
         ),
-        ([{}, {0: {"10.0.0.1": "b"}}, {}], "gamma cannot reach alpha"),
+        ([{}, {0: {"10.0.0.1": "b"}}, {}], "host2 cannot reach host0"),
         (
             [{}, {0: {"10.0.0.1": "b"}}, {0: {"10.0.0.1": "c"}}],
-            "alpha cannot reach beta .b: not tried.: let the firewall",
+            "host0 cannot reach host1 .b: not tried.: let the firewall",
         ),
     ],
 )
 def test_hosts_that_do_not_reach_each_other_are_named(told, message):
-    own = cards(alpha=["10.0.0.1", "10.1.0.1"], beta=["b"], gamma=["c"])
+    own = cards(host0=["10.0.0.1", "10.1.0.1"], host1=["b"], host2=["c"])
     with pytest.raises(NotAllHosts, match=rf"^{message}"):
-        choose_addresses(["alpha", "beta", "gamma"], own, reports(*told))
+        choose_addresses(["host0", "host1", "host2"], own, reports(*told))
 
 
 def test_one_host_alone_stays_on_loopback():
-    assert host_rendezvous._usable_addresses(RendezvousMember(0, 1, "alpha", "secret")) == [HERE]
+    assert host_rendezvous._usable_addresses(RendezvousMember(0, 1, "host0", "secret")) == [HERE]
 
 
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ([], "hosts = .. is no list of hosts: give their names, such as ..alpha., .beta.."),
-        ("alpha", "hosts = .alpha. is no list of hosts"),
-        ({"alpha"}, "hosts = ..alpha.. is no list of hosts"),
-        (["alpha", Host("alpha")], "hosts = ..alpha., .alpha.. names one twice: its ranks are set by nproc"),
+        ([], "hosts = .. is no list of hosts: give their names, such as ..host0., .host1.."),
+        ("host0", "hosts = .host0. is no list of hosts"),
+        ({"host0"}, "hosts = ..host0.. is no list of hosts"),
+        (["host0", Host("host0")], "hosts = ..host0., .host0.. names one twice: its ranks are set by nproc"),
         ([3], "host 3 is no name that ssh could reach"),
         (["-oProxyCommand=touch /tmp/here"], "is no name that ssh could reach: give one as in `ssh NAME true`"),
         (["two\nlines"], "is no name that ssh could reach"),
@@ -147,10 +147,10 @@ def test_what_are_no_hosts_is_refused(hosts, message):
 
 def test_words_for_a_shell_at_the_other_end_are_quoted(monkeypatch):
     monkeypatch.setenv("LABKIT_SSH", "ssh -F 'my settings'")
-    words = Host("user@beta", python="/opt/my python").agent_command()
-    assert words[:3] == ["ssh", "-F", "my settings"] and words[-3:-1] == ["--", "user@beta"]
+    words = Host("user@host1", python="/opt/my python").agent_command()
+    assert words[:3] == ["ssh", "-F", "my settings"] and words[-3:-1] == ["--", "user@host1"]
     assert " '/opt/my python' -P -m labkit_cluster.host_agent" in words[-1]
     assert not [word for word in words if "StrictHostKeyChecking" in word or "UserKnownHosts" in word]
     monkeypatch.setenv("LABKIT_SSH", "ssh -F 'my settings")
     with pytest.raises(ParameterError, match=r"LABKIT_SSH=.* is no command: No closing quotation"):
-        Host("beta").agent_command()
+        Host("host1").agent_command()

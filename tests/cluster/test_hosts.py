@@ -59,21 +59,21 @@ def does_not_come(hosts, folder):
 
 
 def behind_a_firewall(hosts, folder):
-    """Nothing comes from gamma to zeta, as where a firewall drops what it does not let pass."""
-    gamma, begun = hosts[2].command[3], time.monotonic()
-    subprocess.run(["ip", "-n", gamma, "route", "add", "blackhole", "10.77.0.6/32"], check=True)
+    """Nothing comes from host2 to host5, as where a firewall drops what it does not let pass."""
+    host2, begun = hosts[2].command[3], time.monotonic()
+    subprocess.run(["ip", "-n", host2, "route", "add", "blackhole", "10.77.0.6/32"], check=True)
     error, at = error_of([hosts[2], hosts[5]])
     return error, at - begun
 
 
 def cut_off(hosts, folder):
-    """The cable of epsilon is pulled while all ranks wait for each other."""
+    """The cable of host4 is pulled while all ranks wait for each other."""
     noted = folder / "pids"
     with ThreadPoolExecutor(1) as thread:
         run = thread.submit(error_of, hosts[2:5], how="wait", group=True, pids=str(noted))
         wait_for(lambda: noted.exists() and len(noted.read_text().split()) == 6)
         begun = time.monotonic()
-        hosts.disconnect_host("epsilon")
+        hosts.disconnect_host("host4")
         error, at = run.result()
     return error, at - begun
 
@@ -122,7 +122,7 @@ def test_two_hosts_of_two_ranks_equal_one_of_four(hosts, hybrid):
     sent = [name for name in here.summary() if name.endswith(("_count", "_bytes")) and "resident" not in name]
     assert {name: there.value(name) for name in sent} == {name: here.value(name) for name in sent}
     assert here.hosts == () and "host" not in here.summary()
-    assert there.hosts == tuple(there.summary().host) == ("alpha", "alpha", "beta", "beta")
+    assert there.hosts == tuple(there.summary().host) == ("host0", "host0", "host1", "host1")
     for name in ("all_gather", "reduce_scatter"):
         assert there.value(f"{name}_bytes") > 0
         assert there.value(f"{name}_between_hosts_bytes") == (0 if hybrid else there.value(f"{name}_bytes"))
@@ -131,7 +131,7 @@ def test_two_hosts_of_two_ranks_equal_one_of_four(hosts, hybrid):
     ax = plots.timeline(there)
     names = [label.get_text() for label in ax.get_yticklabels() if "rank" in label.get_text()]
     pyplot.close(ax.figure)
-    wanted = ["alpha: rank 0 compute", "rank 1 compute", "beta: rank 2 compute", "rank 3 compute"]
+    wanted = ["host0: rank 0 compute", "rank 1 compute", "host1: rank 2 compute", "rank 3 compute"]
     assert names == wanted
     assert "4 ranks on 2 hosts with 2 cores" in there.stamp or "cores" not in here.stamp
 
@@ -155,10 +155,10 @@ def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks
     unbroken = losses(labkit.run("fsdp_matrix", nproc=4, **how))
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "killed"))
     how["checkpoints"] = str(tmp_path / "checkpoints")
-    # Steps that are longer than the period in which records are copied: beta's first ones have come.
+    # Steps that are longer than the period in which records are copied: host1's first ones have come.
     with (
-        use_display(AtStep(4, partial(hosts.kill_host, "beta"))),
-        pytest.raises(HostLost, match=r"^beta was lost: its part"),
+        use_display(AtStep(4, partial(hosts.kill_host, "host1"))),
+        pytest.raises(HostLost, match=r"^host1 was lost: its part"),
     ):
         labkit.run("fsdp_matrix", nproc=2, hosts=hosts[:2], delay_ms=30, **how)
     (folder,) = (tmp_path / "killed").iterdir()
@@ -253,7 +253,7 @@ def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted)
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
     agent = "from labkit_cluster import host_agent; host_agent.NOTEBOOK_SILENCE_LIMIT_S = 2; host_agent.main()"
-    member = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
+    member = {"index": 0, "hosts": 1, "name": "host0", "token": "secret"}
     request = {"target": str(MISBEHAVE), "params": {"pids": str(path)}, "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}
     alone = subprocess.Popen([sys.executable, "-P", "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -333,17 +333,17 @@ def without_the_program(host, folder):
 
 AGAIN = "install the same on all hosts"
 FAILURES = [
-    ("beta", another_python, NotAllHosts, f"the notebook has Python 3.11 and beta has 3.9: {AGAIN}"),
-    ("beta", an_old_python, HostLost, "beta has a Python before 3.11 as .*: give Host.'beta', python='…'."),
-    ("beta", another_torch, NotAllHosts, f"alpha has torch .* and beta has 9.9: {AGAIN}"),
-    ("beta", another_labkit, NotAllHosts, f"the notebook has labkit .* and beta has .*: {AGAIN}"),
-    ("beta", no_labkit, HostLost, "labkit cannot start on beta .*No module named 'labkit.*: install there what"),
-    ("beta", no_python, HostLost, "beta has no Python at /nowhere/python .*: give Host.'beta', python='…'."),
-    ("beta", dies_at_once, HostLost, "beta was lost: its part of the run ended with 'out of memory'. Is it up"),
-    ("beta", without_the_program, NotAllHosts, "beta has no .*misbehave.py: copy it there, or keep it in a folder"),
-    ("alpha", of_another, NotAllHosts, "the address 10.77.0.99 of alpha is not its own, .*: give one of 10.77.0.1"),
-    ("alpha", without_a_number, NotAllHosts, "the address 'no-such-host.invalid' of alpha does not resolve there: g"),
-    ("alpha", on_loopback, NotAllHosts, "beta cannot reach alpha .it names only its loopback.: let the firewall"),
+    ("host1", another_python, NotAllHosts, f"the notebook has Python 3.11 and host1 has 3.9: {AGAIN}"),
+    ("host1", an_old_python, HostLost, "host1 has a Python before 3.11 as .*: give Host.'host1', python='…'."),
+    ("host1", another_torch, NotAllHosts, f"host0 has torch .* and host1 has 9.9: {AGAIN}"),
+    ("host1", another_labkit, NotAllHosts, f"the notebook has labkit .* and host1 has .*: {AGAIN}"),
+    ("host1", no_labkit, HostLost, "labkit cannot start on host1 .*No module named 'labkit.*: install there what"),
+    ("host1", no_python, HostLost, "host1 has no Python at /nowhere/python .*: give Host.'host1', python='…'."),
+    ("host1", dies_at_once, HostLost, "host1 was lost: its part of the run ended with 'out of memory'. Is it up"),
+    ("host1", without_the_program, NotAllHosts, "host1 has no .*misbehave.py: copy it there, or keep it in a folder"),
+    ("host0", of_another, NotAllHosts, "the address 10.77.0.99 of host0 is not its own, .*: give one of 10.77.0.1"),
+    ("host0", without_a_number, NotAllHosts, "the address 'no-such-host.invalid' of host0 does not resolve there: g"),
+    ("host0", on_loopback, NotAllHosts, "host1 cannot reach host0 .it names only its loopback.: let the firewall"),
 ]
 
 
@@ -359,9 +359,9 @@ def test_what_goes_wrong_among_hosts_is_told_in_a_line(hosts, tmp_path, name, ma
 
 
 SLOW = [
-    (does_not_come, NotAllHosts, "delta did not come within 12 s, and no rank was started: is it up"),
-    (behind_a_firewall, NotAllHosts, "zeta cannot reach gamma .10.77.0.3: no answer.: let the firewall of gamma pass"),
-    (cut_off, HostLost, "epsilon and the other hosts no longer hear each other: are both up, and the network between"),
+    (does_not_come, NotAllHosts, "host3 did not come within 12 s, and no rank was started: is it up"),
+    (behind_a_firewall, NotAllHosts, "host5 cannot reach host2 .10.77.0.3: no answer.: let the firewall of host2 pass"),
+    (cut_off, HostLost, "host4 and the other hosts no longer hear each other: are both up, and the network between"),
 ]
 
 
@@ -375,11 +375,11 @@ def test_what_only_time_tells_is_told_in_a_line_too(meanwhile, act, kind, messag
 
 def test_a_world_smaller_than_asked_for_never_trains(tmp_path):
     """A host that falls back to itself, as with another way to start torchrun."""
-    own = {"RANK": "0", "WORLD_SIZE": "2", "LABKIT_RANKS": "4", "LABKIT_HOST": "beta"}
+    own = {"RANK": "0", "WORLD_SIZE": "2", "LABKIT_RANKS": "4", "LABKIT_HOST": "host1"}
     worker = [sys.executable, "-P", "-m", "labkit.launcher.worker", str(RECORDS)]
     own |= {"LABKIT_AHEAD_S": "5000.5", "LABKIT_RUN_FOLDER": str(tmp_path)}
     ended = subprocess.run(worker, env=os.environ | own, check=False)
     assert ended.returncode == 1 and not (tmp_path / "rank_00000.jsonl").exists()
     error = json.loads((tmp_path / "rank_00000.error.json").read_text())
-    assert error["message"].startswith("beta is in a world of 2 ranks, and 4 were asked for: it went on alone, or")
+    assert error["message"].startswith("host1 is in a world of 2 ranks, and 4 were asked for: it went on alone, or")
     assert 5000 < error["time"] - time.time() < 5001, "the time is not that of host 0"

@@ -40,13 +40,13 @@ def test_the_machines_own_network_is_not_touched_and_nothing_is_left():
     before = network()
     with start_local_hosts(3) as hosts:
         assert network()[:3] == before[:3]
-        assert [host.name for host in hosts] == ["alpha", "beta", "gamma"]
+        assert [host.name for host in hosts] == ["host0", "host1", "host2"]
         reached = subprocess.run(
             [*hosts[2].command, "ping", "-c1", "-W2", "10.77.0.1"], capture_output=True, check=False
         )
         assert reached.returncode == 0 or b"ping" in reached.stderr, reached
         left = subprocess.Popen([*hosts[1].command, "sleep", "600"])
-        assert str(hosts) == f"alpha, beta, gamma: {NAMESPACE_KIND}"
+        assert str(hosts) == f"host0, host1, host2: {NAMESPACE_KIND}"
     assert left.wait(5) == -9
     assert network() == before
 
@@ -78,7 +78,7 @@ class KillsAtStart(Display):
 
     def show(self, state, lines):
         if state.started_ranks == state.nproc:
-            self._hosts.kill_host("beta")
+            self._hosts.kill_host("host1")
 
 
 def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
@@ -86,12 +86,12 @@ def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
     with start_local_hosts(2) as hosts:
         assert hosts.kind == PROCESS_KIND
         result = labkit.run(RECORDS, nproc=1, hosts=hosts)
-        assert result.hosts == ("alpha", "beta")
+        assert result.hosts == ("host0", "host1")
         with pytest.raises(
-            LabError, match="beta has no network cable, these hosts are processes that meet on loopback"
+            LabError, match="host1 has no network cable, these hosts are processes that meet on loopback"
         ):
-            hosts.disconnect_host("beta")
-        with use_display(KillsAtStart(hosts)), pytest.raises(HostLost, match=r"^beta was lost"):
+            hosts.disconnect_host("host1")
+        with use_display(KillsAtStart(hosts)), pytest.raises(HostLost, match=r"^host1 was lost"):
             labkit.run(RECORDS, nproc=1, hosts=hosts, pause_s=60)
 
 

@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory):
-    """Settings of ssh, by which alpha and beta are this machine; and others that do not work, each in its way."""
+    """Settings of ssh, by which host0 and host1 are this machine; and others that do not work, each in its way."""
     folder = tmp_path_factory.mktemp("ssh")
     for name in ("host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -46,7 +46,7 @@ def ssh(tmp_path_factory):
     known, user = f" UserKnownHostsFile {folder / 'known'}\n", f" IdentityFile {folder / 'user'}\n"
     here = f" HostName 127.0.0.1\n {common}"
     (folder / "client").write_text(
-        f"Host alpha beta\n{here}{known}{user}"
+        f"Host host0 host1\n{here}{known}{user}"
         f"Host unlocked\n{here}{known} IdentityFile {folder / 'stranger'}\n"
         f"Host unknown\n{here} UserKnownHostsFile /dev/null\n{user}"
         f"Host closed\n HostName 127.0.0.1\n Port 1\n"
@@ -71,8 +71,8 @@ def settings(ssh, monkeypatch):
 
 
 def test_a_run_through_ssh(ssh):
-    result = labkit.run(SMALL, nproc=2, hosts=["alpha", "beta"], steps=4)
-    assert result.hosts == ("alpha", "alpha", "beta", "beta")
+    result = labkit.run(SMALL, nproc=2, hosts=["host0", "host1"], steps=4)
+    assert result.hosts == ("host0", "host0", "host1", "host1")
     assert [rank.log() for rank in result.ranks] == [f"rank {rank} of 4 has 256\n" for rank in range(4)]
 
 
@@ -88,7 +88,7 @@ def test_a_run_through_ssh(ssh):
 def test_a_host_that_ssh_does_not_reach(ssh, name, why):
     begun = time.monotonic()
     with pytest.raises(HostLost, match=f"^{name} cannot be reached by ssh .*{why}") as caught:
-        labkit.run(SMALL, nproc=2, hosts=["alpha", name])
+        labkit.run(SMALL, nproc=2, hosts=["host0", name])
     assert time.monotonic() - begun < TOLD_WITHIN_S
     assert str(caught.value).endswith(f"mend `{ssh} {name} true`")
     assert "\n" not in str(caught.value)
@@ -97,12 +97,12 @@ def test_a_host_that_ssh_does_not_reach(ssh, name, why):
 def test_nothing_is_left_there_when_ssh_itself_is_killed(tmp_path):
     noted = tmp_path / "pids"
     with ThreadPoolExecutor() as threads:
-        run = threads.submit(labkit.run, MISBEHAVE, nproc=1, hosts=["alpha", "beta"], orphan=True, pids=str(noted))
+        run = threads.submit(labkit.run, MISBEHAVE, nproc=1, hosts=["host0", "host1"], orphan=True, pids=str(noted))
         pids = wait_for(
             lambda: noted.exists() and len(words := noted.read_text().split()) >= 5 and set(map(int, words))
         )
-        (to_beta,) = (each for each in psutil.Process().children() if "beta" in each.cmdline())
-        to_beta.kill()
-        with pytest.raises(HostLost, match=r"^beta was lost: its part of the run ended without output"):
+        (to_host1,) = (each for each in psutil.Process().children() if "host1" in each.cmdline())
+        to_host1.kill()
+        with pytest.raises(HostLost, match=r"^host1 was lost: its part of the run ended without output"):
             run.result()
         wait_for(lambda: not any(map(is_alive, pids)), ENDS_WITHIN_S)

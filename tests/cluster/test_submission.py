@@ -77,7 +77,7 @@ def second_host(tmp_path, monkeypatch):
     """The agent of a job's second host, as a process, which came before that of the first."""
     job = {"hosts": 2, "nproc": 1, "token": "secret", "target": "labkit.nothing", "device": "cpu"}
     write_json(RunFolder(tmp_path).job_json, job | {"timeout_s": 9})
-    environment = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "beta"}
+    environment = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "host1"}
     agent = subprocess.Popen([sys.executable, "-m", "labkit_cluster.agent", str(tmp_path)], env=environment)
     yield agent
     agent.kill()
