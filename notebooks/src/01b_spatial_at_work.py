@@ -205,9 +205,9 @@ more = {"times_as_many": line.value("send_bytes") / grid.value("send_bytes")}
 plots.comparison_table(more, {"times_as_many": 4}, yours=mine_ratio)
 
 # %% [markdown]
-# So sharing samples makes halos cheaper. It does not make the gradients cheaper: labkit all-reduces them axis by axis, in
+# So sharing samples makes halos cheaper, and does not make the gradients cheaper: labkit all-reduces them axis by axis, in
 # one bucket each time. The bucket holds terms and copies together (exercise 2), and labkit takes the mean of it over
-# the ranks. So copies stay what they are. To make up for it, the backward pass of the mean over the image multiplies the
+# the ranks. So copies stay what they are, and to make up for it, the backward pass of the mean over the image multiplies the
 # terms by the number of strips. The table lists
 # all calls of a rank in a step, and the bytes **handed over** in them, those of the tensors that a rank gives to its
 # sends and all-reduces:
@@ -256,7 +256,7 @@ claim("2 x 2 hands over 507 kB", round((mesh["send_bytes"] + mesh["all_reduce_by
 claim("in a ring 1 x 4 sends 541 kB", round((strips["send_bytes"] + 1.5 * strips["all_reduce_bytes"]) / 1e3) == 541)
 
 # %% [markdown]
-# *Takeaway: as long as there are samples to share, sharing them first makes halos cheapest. Count the all-reduces, too.*
+# *Takeaway: as long as there are samples to share, sharing them first makes halos cheapest, but count the all-reduces, too.*
 #
 # ## 4. What does a block keep? ({minutes} minutes)
 #
@@ -353,7 +353,7 @@ claim("twice the width doubles the arithmetic, and the halos stay", grown == {"a
 # %% [markdown]
 # The halos stay the same while the arithmetic doubles.
 #
-# *Takeaway: the halo is as long as the cut. A longer image adds arithmetic, and no bytes.*
+# *Takeaway: the halo is as long as the cut, so a longer image adds arithmetic, and no bytes.*
 #
 # ## 6. A test that cannot fail ({minutes} minutes)
 #
@@ -362,7 +362,7 @@ claim("twice the width doubles the arithmetic, and the halos stay", grown == {"a
 #
 # ### Exercise 4: fool the test (•, {minutes} minutes)
 #
-# Show that this test is worthless. Write an "exchange" that **sends nothing** and passes it. Any exchange that does so will do.
+# Show that this test is worthless: write any "exchange" that **sends nothing** and passes it.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -582,7 +582,7 @@ for name, loss in (first | {"ln(10)": math.log(10)}).items():
 claim("both have the loss ln(10)", all(abs(loss - math.log(10)) < 1e-4 for loss in first.values()))
 
 # %% [markdown]
-# *Takeaway: a library's label of a tensor is a claim. Compare its values with one device's.*
+# *Takeaway: a library's label of a tensor is a claim, so compare its values with one device's.*
 #
 # ## 8. What DTensor costs ({minutes} minutes)
 #

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lab 7. When it breaks
 #
-# A distributed program breaks in ways that a single process does not. It hangs without a word. It shows an error of a
-# rank that did nothing wrong. It trains, and the numbers are wrong. In this lab you meet real ranks with a fault that
+# A distributed program breaks in ways that a single process does not: it hangs without a word, it shows an error of a
+# rank that did nothing wrong, or it trains, and the numbers are wrong. In this lab you meet real ranks with a fault that
 # nobody tells you, choose your tools, and name the rank and the cause.
 #
 # After this lab you can
@@ -66,7 +66,7 @@ WORK_MS, SLOW_STEPS = [5, 10, 15, 40], 6  # section 5: what each rank computes i
 # sixteen GPUs hardware fails a thousand times less often, and your own code fails as often as anybody's. Either way
 # the work is the same. You see a **symptom**, you look with a **tool**, and you name a rank and a cause.
 #
-# Here is such a case. Four real ranks train a small network on this machine, over gloo. In each step a rank loads a
+# In this case four real ranks train a small network on this machine, over gloo. In each step a rank loads a
 # batch, swaps a boundary with its partner (ranks 0 and 1 are a pair, so are 2 and 3; the even rank sends first),
 # computes gradients, and reduces them layer by layer. Something is wrong with this run: it hangs.
 #
@@ -119,7 +119,7 @@ ends_table(rank_ends(raised))
 # A status below 0 is the signal that ended a process: -15 is SIGTERM, by which torchrun ends those that are left.
 # labkit keeps an **error file** for each rank, with the time. In a script of your own `@record` writes it (section 8).
 #
-# The second failure says nothing at all. A rank dies by SIGKILL, which Linux sends when the machine's memory is full,
+# The second failure says nothing at all: a rank dies by SIGKILL, which Linux sends when the machine's memory is full,
 # and a scheduler when a job's time is over. The next cell fails on purpose.
 
 # %% tags=["nbval-ignore-output"]
@@ -190,7 +190,7 @@ time.sleep(60)  # rank 3 computes something else
 # %% [markdown]
 # *Three ranks stand in the all-reduce, and rank 3 does not.*
 #
-# Nobody watches stacks at night. By default gloo waits for half an hour and NCCL for ten minutes, until an error says
+# Nobody watches stacks at night, but by default gloo waits for half an hour and NCCL for ten minutes, until an error says
 # that somebody timed out. With a `timeout` of your own in `init_process_group` it comes sooner, and a **monitored
 # barrier** before the collective names who is missing. Section 8 has both.
 #
@@ -257,9 +257,9 @@ else:
 
 # %% [markdown]
 # A **recorder** costs hardly any time: each rank keeps a list of its calls, and after a hang the lists are compared.
-# PyTorch has one, the **flight recorder**. With NCCL, set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`; when a timeout strikes, each
+# PyTorch has one, the **flight recorder**: with NCCL, set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`; when a timeout strikes, each
 # rank writes a file for `python -m torch.distributed.flight_recorder.fr_trace`. For gloo one asks for the record with a
-# private function. Here rank 2 leaves out a call. Calls count from 0.
+# private function. Here rank 2 leaves out a call; calls count from 0.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --name flight
@@ -287,8 +287,8 @@ report(calls=[[entry["profiling_name"], entry["input_sizes"][0]] for entry in en
 # ### Exercise 2: where do they part? (••, {minutes} minutes)
 #
 # `logs` holds of each rank its calls in order, each a tuple such as `("all_reduce", (8, 8))`. Return the first place at
-# which not all ranks made the same call, and a list of those that differ from what most did: `(1, [2])`. A rank whose
-# log has ended made no call there. Return None if they never differ. There are three ranks or more, and most agree.
+# which not all ranks made the same call, and a list of those that differ from what most did: `(1, [2])`,
+# or None if they never differ. A rank whose log has ended made no call there. There are three ranks or more, and most agree.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -326,7 +326,7 @@ print(f"rank {odd[0]} did not make call {place}: {flown[0][place] if flown[0] el
 parted
 
 # %% [markdown]
-# Above, rank 2's record merely ends. If it goes on, a single place does not tell what happened. The next cell runs the
+# Above, rank 2's record merely ends, but if it goes on, a single place does not tell what happened. The next cell runs the
 # program of section 1 with two faults that we know, both on rank 1. The tool `record` shows the calls around the first
 # place where the ranks part: `3.2` is layer 2 in step 3, and `…` a call that is not done.
 
@@ -394,7 +394,7 @@ slow_link.ask("times")
 slow_link.ask("links")
 
 # %% [markdown]
-# *The straggler computes for 60 ms. With the slow link nobody computes longer, but rank 2's swap takes 60 ms, because
+# *The straggler computes for 60 ms, while with the slow link nobody computes longer, but rank 2's swap takes 60 ms, because
 # it waits for what rank 3 sends. The link from 3 to 2 is slow, and the other way is not.* So blame the sender, not the
 # rank that shows the wait.
 #
@@ -405,7 +405,7 @@ slow_link.ask("links")
 #
 # ## 6. Wrong numbers, and no error ({minutes} minutes)
 #
-# The worst failures do not look like failures: the loss falls. Three questions find them, in this order.
+# The worst failures do not look like failures: the loss falls. Three questions find them, in the order below.
 #
 # 1. **Are the weights equal on all ranks?** If not, a reduction is missing, two tensors met each other, or the weights
 #    differed from the start. (Shards of FSDP differ, as they should.)
@@ -462,13 +462,13 @@ for name, result in checked.items():
     print(f"{name}: {result.verdict_text}")
 
 # %% [markdown]
-# *Parity names the tensor that is furthest off. Where the biases were left out, it is a bias.*
+# *Parity names the tensor that is furthest off, which is a bias where the biases were left out.*
 #
-# Compare gradients, not losses. Adam divides each gradient by its own running size, so a factor in all gradients hardly
+# Compare gradients, not losses, because Adam divides each gradient by its own running size, so a factor in all gradients hardly
 # changes its steps, and no curve shows it. With another order of adding up, numbers differ in their last digits only:
 # repeat both runs in float64, and rounding shrinks by a million or more, whereas a fault stays.
 #
-# *Takeaway: a falling loss proves nothing. One gradient, compared with one device's, proves much.*
+# *Takeaway: a falling loss proves nothing, and one gradient, compared with one device's, proves much.*
 
 # %% tags=["claim"]
 claim("DETAIL names both collectives", all(name in detail.message for name in ("ALLREDUCE", "BROADCAST")))
