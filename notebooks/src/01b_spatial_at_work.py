@@ -609,8 +609,8 @@ claim("every loss equals one device's to 1 part in 10,000, at every step", worst
 # %% [markdown]
 # *`dtensor` takes longest, and makes more than ten times as many all-reduces.*
 #
-# Even `local` is not twice as fast as one rank. Lab 1's formula assumes a device for each rank, while on
-# this machine one rank has all cores to itself, and two have to share them.
+# Even `local` is hardly faster than one rank, or slower. Lab 1's formula assumes a device for each rank, while on this machine one rank has all cores to itself,
+# and two have to share them. Most of what DTensor adds lies in the backward pass.
 #
 # Besides its all-reduces, DTensor costs **dispatch**: for each operation PyTorch looks at the placements of the inputs,
 # decides how the output is placed, and wraps the result. Here is one addition, of few elements and of many, and a small
@@ -656,8 +656,8 @@ claim("the all-reduces by themselves are not the whole difference", reduces_ms <
 # With large tensors the cost of dispatch is lost in the arithmetic. The last line sets what the all-reduces take by
 # themselves beside the whole difference. What is in the rest? torch.profiler and cProfile were run on such a step, with
 # torch 2.13 and two ranks on a busy machine, so that counts mean more than times. A step has 171 operations on
-# DTensors, and 24,000 calls of Python functions where `local` makes 1,600. More than half of its time went into
-# reducing the gradients one by one, and most of that was spent in the collectives, where ranks wait for each other.
+# DTensors, and 24,000 calls of Python functions where `local` makes 1,600. More than half of the step's time went into
+# reducing the gradients one by one, most of it in the collectives, where ranks wait for each other.
 #
 # *Takeaway: count the collectives that DTensor makes for you. Each operation costs some microseconds as well.*
 #
@@ -671,7 +671,7 @@ claim("the all-reduces by themselves are not the whole difference", reduces_ms <
 # |---|---|
 # | a strip would be narrower than the halo | take fewer ranks along the image, and more along the samples |
 # | a library cuts your tensors | compare one step with one device, gradients included |
-# | DTensor is slow on small tensors | unwrap inside (`to_local`) |
+# | DTensor is slow on small tensors | count its collectives, and unwrap inside (`to_local`) |
 #
 # **Ask yourself**
 #

@@ -131,7 +131,8 @@ print(*sorted(f"{path.parent.name}/{path.name}" for path in (place / "by_hand").
 # | `--nnodes 2`, `--nnodes 1:2` | how many hosts; at least one, at most two |
 # | `--rdzv-endpoint` | where the hosts meet |
 # | `--rdzv-conf is_host=1` | this host owns the endpoint; without it, torchrun guesses from the host's name |
-# | `--local-addr` | this host's own address |
+# | `--rdzv-backend c10d` | hosts meet over a store at the endpoint |
+# | `--local-addr` | the address that this host tells the others |
 # | `GLOO_SOCKET_IFNAME` | the network interface of the ranks; NCCL reads `NCCL_SOCKET_IFNAME` |
 #
 # Here is what the hosts know of the network, and what you find in three scripts of colleagues. `$ADDRESS` is the
@@ -144,8 +145,7 @@ print(*[f"{name}:\n{text}" for name, text in known.items()], sep="\n")
 print(*[f"{name}: {launches.LINES[name]}\n" for name in launches.LINES], sep="\n")
 
 # %% [markdown]
-# Commit: how many ranks will be in the world that a rank sees, 4, 2, or 0 if no world comes about? All three fail on
-# purpose. Of hundreds of lines you see the telling ones.
+# Commit: which sum does a rank find, 4, 2, or 0 if it never finds one? All three fail on purpose. Of hundreds of lines you see the telling ones.
 
 # %% tags=["commit"]
 mine_worlds = commit(first=None, second=None, third=None)
@@ -165,10 +165,12 @@ world_rows = {name: [prediction_text(mine_worlds[name]), f"{size}"] for name, si
 pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measured"])
 
 # %% [markdown]
-# *The first two end with an error, and the third makes two worlds of two ranks.* That is the worst of them: a program
+# *The first two end with an error, and the third makes two worlds of two ranks.* In the first, the endpoint's name leads
+# each host to itself. In the second, torchrun meets, but the ranks call docker0's address, which on every host is the
+# host's own; host1's log blames the rendezvous, because that closes when host0 fails. The third is the worst: a program
 # that trains would train a model on each host, both losses would fall, and both would save to the same place.
 #
-# ### Exercise 1: the line that works (••, {minutes} minutes)
+# ### Exercise 1: the line that works (•, {minutes} minutes)
 #
 # None of the three is right. Return the text of a line that is: typed on both hosts, it starts `ranks` ranks of
 # `program` on each, all in one world. If one host is late, the other waits. For each of the three, ask which address
@@ -191,7 +193,8 @@ pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measur
 # <details><summary>Hint 3: the third</summary>
 #
 # The file head.txt was never written, so each host takes localhost for the endpoint. And `1:2` lets one host start
-# without the other. The endpoint is `host0:29500`; if you give an address in place of the name, say
+# without the other. The endpoint is `host0:29500`: host1 finds host0's address in /etc/hosts, and host0 itself owns the store, so that its
+# own name may lead it to 127.0.1.1. If you give an address in place of the name, say
 # `--rdzv-conf is_host=$IS_HOST`, too.
 #
 # </details>
@@ -252,7 +255,7 @@ verdict_line
 # each host, so gathers and reduce-scatters stay inside. Then each rank and the ranks with the same shard on the other
 # hosts make an all-reduce of the shard's gradient.
 #
-# ### Exercise 2: HSDP on several hosts (••, {minutes} minutes)
+# ### Exercise 2: HSDP on several hosts (•, {minutes} minutes)
 #
 # Shard `model`, an `nn.Sequential` of blocks, so that each host holds one copy of it, shared by its `ranks` ranks. Each
 # block is a unit. A **mesh** arranges the ranks in a grid: `init_device_mesh("cpu", shape, mesh_dim_names=…)` fills it
@@ -368,7 +371,7 @@ claim("HSDP is still ahead", far_step_ms["hsdp"] < 0.9 * far_step_ms["fsdp"])
 #
 # A GPU computes for 164 ms in the forward pass and 328 in the backward pass. A ring of all 16 GPUs carries 15/16 of
 # 16 GB, so with one card of 50 GB/s a gather takes 300 ms, and so does a reduce-scatter. FSDP's passes take 300 and
-# 600 ms. HSDP's all-reduce takes 320 ms, and just hides: 164 and 328 ms. 900 / 492 = 1.8.
+# 600 ms. HSDP's all-reduce takes 320 ms, and hides at best: 164 and 328 ms. So at most 900 / 492 = 1.8.
 #
 # </details>
 #
@@ -408,8 +411,7 @@ def newest_complete(folder: Path) -> Path | None:
 # model_state_dict=…, optim_state_dict=…)` put it in place.
 #
 # The next cells judge it by a lost host. They put your function into [train.py](../launch/cluster/train.py) and start
-# that with your line on both hosts, for 16 steps with a save every 4. In step 9 everything on host1 is killed. Then
-# host0 goes on alone, with two ranks instead of four. Commit: after how many seconds has torchrun on host0 ended, too?
+# that with your line on both hosts, for 16 steps with a save every 4. When step 9 has ended, everything on host1 is killed. Then a new line, without host1, starts host0's two ranks alone. Commit: after how many seconds has torchrun on host0 ended, too?
 # And which step is the first that the two ranks train?
 #
 # <details><summary>Hint 1</summary>
@@ -520,7 +522,7 @@ pandas.DataFrame.from_dict(saving_rows, orient="index", columns=["minutes betwee
 # On a cluster you hand a script to a scheduler such as Slurm. `sbatch` queues it. When two nodes are free, Slurm runs
 # the script on the first of them, and each `srun` in it starts a command on both.
 #
-# The commonest loss of a host is no failure at all: the time limit comes, or a job with higher priority takes the
+# A host is often lost without any failure: the time limit comes, or a job with higher priority takes the
 # nodes (**preemption**). `#SBATCH --signal` asks Slurm for a signal two minutes before the time limit, here USR1. The script then
 # makes a file called `stop`. The ranks look for it after each step, and end once they have saved. At last the script
 # asks for another attempt, by `scontrol requeue`.
@@ -643,7 +645,7 @@ claim("Slurm says completed", "COMPLETED" in log)
 #
 # ## 7. Take away ({minutes} minutes)
 #
-# 1. Hosts need one endpoint that all of them reach, an interface that joins them, and a fixed number of hosts.
+# 1. Hosts need one endpoint that all of them reach, an interface that joins them, and one answer to how many they are.
 # 2. Keep inside a host what is large: HSDP, if a host holds a whole copy.
 # 3. Every large run loses hosts. It survives by saves that know whole shapes, samples that depend on the step, and ranks
 #    that stop together.
