@@ -79,11 +79,11 @@ def fit_figures(rows: Sequence[ReplicatedResult], costs_us: Sequence[int]) -> tu
     return min(grid, key=lambda figures: sum(errors(rows, *figures)))
 
 
-def compare_one_with_two() -> dict[str, float]:
+def compare_one_with_two() -> dict[str, int]:
     """Print how well the share alone, and the share and a product's cost, predict rows that neither has seen."""
     seen = [row for row in VTRAIN_RESULTS if row.setup.tensor <= 2]
     unseen = [row for row in VTRAIN_RESULTS if row.setup.tensor > 2]
-    within = {}
+    within: dict[str, int] = {}
     for name, costs_us in (("one", (0,)), ("two", range(0, 121, 4))):
         share, product_s = fit_figures(seen, costs_us)
         print(f"{name}: share {share:.3f}, {1e6 * product_s:.0f} us a product, fitted to {len(seen)} of vTrain's rows")
