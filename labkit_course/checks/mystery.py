@@ -33,7 +33,7 @@ from labkit_course.checks.ranks.mystery import (
 )
 
 MOST_TOOLS, TIMEOUT_S = 3, 60.0
-HEALTHY_STEP_MS = "10 to 20"
+HEALTHY_STEP_MS = "10 to 40"
 COLUMNS = [f"rank {index}" for index in range(RANKS)]
 NOTHING = "–"
 TOOLS = {

@@ -607,7 +607,7 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 # Two numbers cannot fit seven sizes exactly, but they come close enough to predict with.
 #
 # In a ring of n ranks, α is 2 (n − 1) times the **latency** of one step: 2 steps for the figure's two ranks. β
-# is 2 (n − 1)/n divided by the **bandwidth** of a link, and hardly grows. The explorer answers the question below it.
+# is 2 (n − 1)/n divided by the **bandwidth** of a link, and at most doubles. The explorer answers the question below it.
 
 # %%
 widgets.RingExplorer()
@@ -748,7 +748,7 @@ claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_3
 #
 # </details>
 #
-# *Takeaway: with more ranks, computing shrinks, a rank's bytes hardly change, and latency grows. So there is a best
+# *Takeaway: with more ranks, computing shrinks, a rank's bytes at most double, and latency grows. So there is a best
 # number of ranks, and it grows with the batch and with faster links.*
 #
 # ## 11. Take away ({minutes} minutes)

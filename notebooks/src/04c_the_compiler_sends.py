@@ -380,7 +380,7 @@ claim("with early starts the wire is never idle, without it often is", busy(earl
 # Now the gathers hide the arithmetic, and only the last layer computes after the last gather. To
 # get faster, the gathers themselves have to take less time. Their bytes are what they are, so the latency has to shrink.
 #
-# *Takeaway: starting early hides the shorter of two, arithmetic or communication. It does not make communication cheaper.*
+# *Takeaway: starting early hides what is on its way while a layer computes. It makes no communication cheaper.*
 #
 # ## 5. Join ({minutes} minutes)
 #
@@ -743,8 +743,8 @@ claim("seven, and three", [*backward[["checkpointed", "checkpointed, yours"]]] =
 # %% [markdown]
 # - `start_early` holds as much as no pass, because kept weights have all arrived by the end of the forward pass anyway.
 # - inductor joins the reduce-scatters as well, so over the whole step it nearly catches up with your pass.
-# - Your pass and inductor's hold more than twice as much. Both wait for the reduce-scatters at the end of the backward
-#   pass, and until then all eight gradients are there, whole and with gloo's copy: 20 weights on two ranks.
+# - Your pass and inductor's hold over twice as much. Both wait for reduce-scatters at the end of the backward
+#   pass, and until then all eight gradients are there, whole, with gloo's copy and this rank's rows: 20 weights.
 # - Checkpointing takes nearly a third off the peak, but makes the slowest step. All weights but one travel twice, and
 #   nothing hides them.
 # - Your pass joins the seven gathers in the backward pass to three, since two weights, of 28.8 kB, do not fill a bucket. The

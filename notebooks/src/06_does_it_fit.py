@@ -223,7 +223,7 @@ plots.comparison_table(same, yours=mine_same, column="found")
 # and the activations are the same, since each rank has sequences of its own.
 #
 # *Takeaway: simulated bytes are those of real CPU ranks, to the byte. A GPU keeps some other tensors, and its allocator
-# takes more than the tensors need, so leave a tenth of the memory free.*
+# takes more than the tensors need, so leave a tenth of the memory free beyond what its model says.*
 
 # %% tags=["claim"]
 recorded = [
@@ -434,7 +434,7 @@ else:
     display(plots.comparison_table(peak, yours=mine_confirmed, tolerance=0.1, column="simulated"))
 
 # %% [markdown]
-# *Two hosts are confirmed, with 0.8 GB to spare. The peak is lower than own part and share together, because it comes
+# *Two hosts fit by this model, with 0.8 GB to spare. The peak is lower than own part and share together, because it comes
 # early in the backward pass, when hardly any gradient has been made:* a rank then holds 12 bytes of each parameter of
 # its share, and not 16. What is left over is less than the tenth that section 3 asks for, so a careful person tries one
 # step on two real hosts.
@@ -644,16 +644,16 @@ claim("branching is", "clips.py:12" in said and "norm > 1" in said)
 # %% [markdown]
 # ## 8. Take away ({minutes} minutes)
 #
-# 1. One process can play one rank of a thousand. Its bytes are those of a real rank, and cost nothing.
+# 1. One process can play one rank of a thousand. Its bytes are those of a real CPU rank, and cost nothing.
 # 2. A rank holds a share, which shrinks with the number of GPUs, and an own part, which does not.
-# 3. Shard first, shrink the batch next, and recompute last. Confirm what a rule or a plan says by a whole simulation.
+# 3. Here it paid to shard first, to shrink the batch next, and to recompute last. Confirm what a rule or a plan says by a whole simulation.
 #
 # | if | then |
 # |---|---|
 # | activations are most of the peak | take fewer sequences, or recompute |
 # | the state is most of the peak | shard over more GPUs |
 # | the own part alone exceeds the budget | recompute, or cut matrices or sequences (lab 5); more GPUs do not help |
-# | it fits with less than a tenth to spare | try one host before you rent many |
+# | it fits with less than a tenth to spare | try so many GPUs for an hour before you rent them for a month |
 
 # %% tags=["summary"]
 lab_found = {

@@ -159,8 +159,7 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 # %% [markdown]
 # You have estimated *Simple*, one of NCCL's three **protocols**, ways in which data go from one GPU to the next. It
 # sends large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own signal, so a hop has
-# a shorter latency, but only half of a line of LL is payload. NCCL takes what it estimates to be quickest, and so does
-# labkit. *The more hosts there are, the more the shorter latency is worth: one host takes Simple, 8 take LL128, and 128
+# a shorter latency, but only half of a line of LL is payload. NCCL takes what it estimates to be quickest, and so does labkit, by its own latencies. *The more hosts there are, the more the shorter latency is worth: one host takes Simple, 8 take LL128, and 128
 # take LL. There the gather takes four times as long as on one host, and with Simple it would take twelve times as
 # long.*
 #
@@ -267,8 +266,8 @@ for place, (name, result) in enumerate(steps.items()):
 plots.comparison_table(ends_ms, yours=mine_forward, tolerance=0.03, column="in the record")
 
 # %% [markdown]
-# *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer, because
-# block after block waits for its gather.* Your function and the record follow the same rule, so they agree: that tests
+# *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer, because block after block waits for its gather, and the backward
+# pass for reduce-scatters as well.* Your function and the record follow the same rule, so they agree: that tests
 # your function, and not the rule.
 #
 # *Takeaway: a gather hides as long as it takes less time than the block before it computes. The part that does not hide

@@ -191,12 +191,11 @@ time.sleep(60)  # rank 3 computes something else
 # *Three ranks stand in the all-reduce, and rank 3 does not.*
 #
 # Nobody watches stacks at night, but by default gloo waits for half an hour and NCCL for ten minutes, until an error says
-# that somebody timed out. With a `timeout` of your own in `init_process_group` it comes sooner, and a **monitored
-# barrier** before the collective names who is missing. Section 8 has both.
+# that somebody timed out. With a `timeout` of your own in `init_process_group` it comes sooner, and a **monitored barrier** before the collective names who is missing.
 #
 # With NCCL a collective returns at once, so a stack stands at the next call that needs a result, such as `loss.item()`.
 #
-# *Takeaway: the odd stack is where a hang begins. If all stacks are alike, compare the calls.*
+# *Takeaway: begin with the odd stack. Where stacks do not tell the cause, compare the calls.*
 
 # %% tags=["claim"]
 own = [end["rank"] for end in rank_ends(raised) if end["error"] and "Connection closed" not in end["error"]]
@@ -394,14 +393,12 @@ slow_link.ask("times")
 slow_link.ask("links")
 
 # %% [markdown]
-# *The straggler computes for 60 ms, while with the slow link nobody computes longer, but rank 2's swap takes 60 ms, because
-# it waits for what rank 3 sends. The link from 3 to 2 is slow, and the other way is not.* So blame the sender, not the
-# rank that shows the wait.
+# *The straggler computes for 60 ms, while with the slow link nobody computes longer, but rank 2's swap takes 60 ms, because it waits for what rank 3 sends.* So blame the sender, not the rank that shows the wait.
 #
 # If the slow rank stays the same when the data move, it is the machine: a hot GPU, a slow disk, a neighbour. On GPUs
 # take a profiler, because `time.perf_counter` sees only the launch.
 #
-# *Takeaway: the rank that waits least is the one that all others wait for. If all compute alike, time each link.*
+# *Takeaway: a rank that computes longer waits least, and all others wait for it. If all compute alike, time each link.*
 #
 # ## 6. Wrong numbers, and no error ({minutes} minutes)
 #
@@ -700,14 +697,13 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # </details>
 # <details><summary>3. A profile of rank 0 shows 70 % of the time in all-reduces. Is the network slow?</summary>
 #
-# Not necessarily. It may wait for a slower rank. Look at the same number on all ranks: if one of them is near zero,
-# that is the one.
+# Not necessarily. It may wait for a slower rank. Look at the same number on all ranks: if one of them waits much less, and computes longer, that is the one.
 #
 # </details>
 # <details><summary>4. Weights are equal on all ranks, the loss falls. What can still be wrong?</summary>
 #
-# All ranks may do the same wrong thing: a wrong factor, the same samples, a parameter that the optimizer does not hold.
-# Compare gradients with one device's.
+# All ranks may do the same wrong thing: a wrong factor, or the same samples. Compare gradients with one device's, and
+# then the weights after a step, because a parameter may be missing from the optimizer.
 #
 # </details>
 # <details><summary>5. Your loss differs from yesterday's by 10⁻⁴ after a thousand steps. Rounding?</summary>

@@ -651,8 +651,7 @@ visit("unwaited", mine_unwaited)
 # %% [markdown]
 # <details><summary>What happens here</summary>
 #
-# `all_reduce` with `async_op=True` returns at once. Rank 0 divides before the other's numbers have arrived, and mostly
-# keeps half of its own. On a lucky day the sum is there in time, and the bug is gone.
+# `all_reduce` with `async_op=True` returns at once. Ranks divide before each other's numbers have arrived, and mostly keep half of their own. On a lucky day the sum is there in time, and the bug is gone.
 #
 # ```diff
 #   handle = dist.all_reduce(row, async_op=True)
@@ -683,8 +682,7 @@ visit("bfloat", mine_bfloat)
 # %% [markdown]
 # <details><summary>What happens here</summary>
 #
-# bfloat16 has 8 bits for the digits, so each rounding is off by up to 2⁻⁸, about 0.4 %. An error of this size is no
-# rounding of float32, and too small for a missing term.
+# bfloat16 has 8 bits for the digits, so each rounding is off by up to 2⁻⁸, about 0.4 %. An error of this size is no rounding of float32; it may be a dtype, or a small term that is missing.
 #
 # ```diff
 # - sent["last"] = sent["last"].bfloat16()  # half of the bytes
@@ -731,8 +729,7 @@ claim("and each loss falls by a twelfth at least", max(falls) < 11 / 12, where=S
 # %% [markdown]
 # ## 9. A judge that needs no ranks ({minutes} minutes)
 #
-# PyTorch's package `spmd_types` gives each tensor a type over the ranks, and each operation a rule. A search with it
-# found eleven bugs in Megatron-LM (NVIDIA/Megatron-LM#7452, 17 September 2026). There are four types:
+# PyTorch's package `spmd_types` gives each tensor a type over the ranks, and each operation a rule. There are four types:
 #
 # | type | values | gradient |
 # |---|---|---|
@@ -832,7 +829,7 @@ pandas.DataFrame.from_dict(table, orient="index")
 # same call. In a pipeline one rank calls `send` where the other calls `recv`, and for such a pair it has none yet.
 #
 # 1. A loss that falls says little about gradients: Adam hides a factor, and other weights make up for a wrong one.
-# 2. Parity of one step catches all twelve, names the weights, and takes seconds.
+# 2. Parity of one step caught all twelve here, names the weights, and takes seconds.
 # 3. Types refuse five of them before any rank starts: mostly sums that are missing.
 #
 # | if | then |
