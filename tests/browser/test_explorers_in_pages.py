@@ -30,8 +30,9 @@ def folder(request, repository, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(browser, folder):
+    """One page for all tests, since Python takes half a minute to start in it."""
     context = browser.new_context(offline=True)
     page = context.new_page()
     page.asked, page.errors = [], []
@@ -47,8 +48,12 @@ class Shown:
     """One explorer of the page."""
 
     def __init__(self, page, kind):
+        """Begin with the values that it had when the page was opened."""
         self.kernel = kind()
         self.element = page.locator(".explorer", has_text=kind.title)
+        self.element.get_by_role("button", name="reset").click()
+        _, words = self.kernel.render_figure()
+        self.element.locator(".explorer-words", has_text=words).wait_for(timeout=ANSWER_MS)
 
     def choose(self, **chosen):
         """Choose values, and wait for the answer to the last one."""
@@ -105,7 +110,7 @@ def test_numbers_are_also_in_the_figure(page):
     by_ranks = {
         ranks: widgets.RingExplorer().predict(**ring.kernel.chosen | {"ranks": ranks}) for ranks in (2, 4, 8, 64)
     }
-    texts = ring.element.locator("svg text").all_inner_texts()
+    texts = ring.element.locator("svg text").all_text_contents()
     for predicted in by_ranks.values():
         assert f"  {predicted['all_reduce_ms']:,.0f}" in texts, texts
 
