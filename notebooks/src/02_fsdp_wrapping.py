@@ -672,7 +672,7 @@ claim("without prefetching they do not", unhidden_ms > 1.15 * alone_ms)
 claim("through a card more than twice as long", measured["card_ms"] > 2 * alone_ms)
 claim("778 tokens", round(theory.tokens_to_hide(400e12, 450e9, 8, 2)) == 778)
 close = [abs(measured[name] / in_theory[name] - 1) for name in measured]
-claim("the formula holds within 15 %", max(close) < 0.15, where=DIM <= 128)
+claim("the formula holds within 20 %", max(close) < 0.2, where=DIM <= 128)
 both = {label: emulated[label].value("step_ms") for label in step_ms}
 claim("prefetching shortens the card's step", both["network card, prefetch"] < 0.85 * both["network card, no prefetch"])
 exposed_ms = emulated["NVLink, prefetch"].value("backward_ms") - 6 * 40

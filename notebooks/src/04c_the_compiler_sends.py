@@ -98,7 +98,7 @@ print(f"plain, ms: {8 * 74} by the formula, {plain_ms:.0f} measured, yours: {pre
 print(f"after a pass: {passed_ms:.0f} ms")
 
 # %% tags=["claim"]
-claim("592 ms without a pass", abs(plain_ms / 592 - 1) < 0.1)
+claim("592 ms without a pass", abs(plain_ms / 592 - 1) < 0.15)
 claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_ms / 2)
 
 # %% [markdown]
