@@ -46,7 +46,7 @@ def test_an_expert_solves_it_with_three_tools_and_no_process_is_left(seed, exper
         patch.delattr(Fault, "lines")
         named = expert.diagnose(case)
     assert judge_diagnosis(seed, named).ok, (draw_fault(seed), named, case, case.asked)
-    assert 1 <= len(case.asked) <= MOST_TOOLS and took_s < 10
+    assert 1 <= len(case.asked) <= MOST_TOOLS and took_s < 20  # 6 to 10 alone
     assert expert.processes_of_runs() == []
 
 

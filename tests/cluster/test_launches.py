@@ -4,10 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from fixture_long import long_but
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from labkit_cluster.local_hosts import can_make_namespaces, start_local_hosts
 from labkit_cluster.typed import Terminals
@@ -146,16 +143,3 @@ def test_the_cards_count_what_theory_says_and_a_little_more(terminals):
     counted = launches.measure_traffic(terminals, launches.working_line(terminals.hosts), 2, 512)
     assert counted == pytest.approx({"fsdp_times": 3, "hsdp_times": 1}, rel=0.03)
     assert counted["fsdp_times"] >= 3 and counted["hsdp_times"] >= 1
-
-
-@needs_root
-def test_cards_see_a_mesh_whose_copies_are_torn_apart(terminals):
-    def shard_hybrid(model, hosts, ranks):
-        across = torch.arange(hosts * ranks).reshape(ranks, hosts).T
-        mesh = DeviceMesh("cpu", across, mesh_dim_names=("replicate", "shard"))
-        for block in model:
-            fully_shard(block, mesh=mesh)
-
-    line = launches.working_line(terminals.hosts)
-    counted = launches.measure_traffic(terminals, line, 2, 512, shard_hybrid=shard_hybrid)
-    assert counted["hsdp_times"] > 3, "its gathers leave the host"
