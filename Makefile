@@ -71,7 +71,8 @@ CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
 ALONE := tests/browser tests/test_benchmarks.py tests/test_comparison.py tests/test_core_use.py tests/test_emulated.py tests/test_fsdp.py tests/test_simple_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
 # Ranks wait for each other, so three files keep two cores busy; the long tests compile, and two are enough.
-FILES := -n $(if $(ALL),2,3) --dist loadfile --no-loadscope-reorder
+LONG := $(if $(ALL),all,$(if $(TODAY),today))
+FILES := -n $(if $(LONG),2,3) --dist loadfile --no-loadscope-reorder
 define run-parts
 	@failed=; \
 	$(RUN) pytest $(FILES) -m "not calm and not alone$(1)" --ignore tests/test_mutants.py || failed="$$failed, side by side"; \
@@ -84,8 +85,8 @@ endef
 check: lint ## what to run before each commit, 90 s: style, types, layers, and all tests that start no process
 	@$(RUN) pytest -q -p tests.fixture_quick $(FILES) -m "not browser and not calm and not long" --timeout 10
 
-test: export LABKIT_TEST := $(if $(ALL),all)
-test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every notebook and what else is marked long, as CI does
+test: export LABKIT_TEST := $(LONG)
+test: $(INSTALLED) ## all kinds of tests in 12 minutes; TODAY=1 adds a third of what takes long, as CI does, ALL=1 all of it
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
@@ -93,9 +94,9 @@ test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every noteboo
 		|| [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CLUSTER); } </dev/null \
 		|| echo "Not all could be installed of $(CLUSTER): tests of hosts and jobs will be skipped." >&2
-	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
+	@[ -z "$(LONG)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
-	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/.book-installed \
+	@[ -z "$(LONG)" ] || $(MAKE) --no-print-directory $(VENV)/.book-installed \
 		|| echo "No Sphinx could be installed: the tests of the book will be skipped." >&2
 	$(call run-parts)
 
@@ -106,7 +107,7 @@ compat: ## all tests but those in a browser under another Python, torch, or both
 		echo "Say under which Python or torch: make compat PYTHON=python3.13, or make compat TORCH=2.11.0" >&2; exit 2; }
 	@$(MAKE) --no-print-directory VENV=.venv$(OTHER_PYTHON)-torch-$(TORCH) compat-here
 
-compat-here: export LABKIT_TEST := $(if $(ALL),all)
+compat-here: export LABKIT_TEST := $(LONG)
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor || true  # a torch that is too new is tried all the same
 	$(call run-parts, and not browser)

@@ -20,7 +20,7 @@ ENV_SSH = "LABKIT_SSH"  # a person -> labkit_cluster.hosts: the ssh command with
 ENV_DEVICE = "LABKIT_DEVICE"  # a person -> the launcher -> ranks: auto, cpu, cuda
 ENV_SHARE_GPUS = "LABKIT_SHARE_GPUS"  # a person -> session: 1 lets several ranks share a GPU
 ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.claims: 1 raises
-ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that take long
+ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "today", "all" add tests that take long
 
 # Set by labkit for torchrun, its ranks, and the processes that ranks start.
 ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"  # the launcher -> all processes of a run: its folder

@@ -4,14 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import matplotlib
 import pytest
 from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F401  (fixtures of all tests)
+from fixture_long import share_of_today
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
 from fixture_users import another_user, open_place  # noqa: F401
@@ -34,12 +37,19 @@ def pytest_report_header() -> list[str]:
     return [f"labkit on Python {sys.version.split()[0]}, {os.cpu_count()} cores: {', '.join(versions)}"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what takes long for what it adds, and say so."""
-    if os.environ.get("LABKIT_TEST") != "all":
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes long for what it adds: make test ALL=1"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long for what it adds: all of it, or, of a test's many cases, two thirds."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    if not os.environ.get("LABKIT_TEST"):
+        for item in chain(*cases.values()):
+            item.add_marker(pytest.mark.skip(reason="takes long for what it adds: make test TODAY=1"))
+        return
+    other_days = {item for each in cases.values() if len(each) > 2 for item in set(each) - set(share_of_today(each, 3))}
+    config.hook.pytest_deselected(items=sorted(other_days, key=items.index))
+    items[:] = [item for item in items if item not in other_days]
 
 
 @pytest.fixture(scope="session", autouse=True)

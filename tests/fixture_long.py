@@ -1,5 +1,7 @@
 """Cases of one test of which a few are enough for most days."""
 
+import datetime
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -16,6 +18,13 @@ def long_but(daily: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     if missing := [case for case in daily if case not in found]:
         raise ValueError(f"{missing} are none of the cases {found}")
     return [case if case in daily else with_mark(case) for case in found]
+
+
+def share_of_today(cases: Iterable[Any], parts: int) -> list[Any]:
+    """One of so many parts of the cases, another each day; with ``make test ALL=1`` it is all of them."""
+    if os.environ.get("LABKIT_TEST") == "all":
+        return list(cases)
+    return list(cases)[datetime.date.today().toordinal() % parts :: parts]
 
 
 def with_mark(case: Any) -> Any:

@@ -1,6 +1,5 @@
 """Every mutant of the table is noticed by the tests of its row; see tests/mutants."""
 
-import datetime
 import importlib
 import json
 import os
@@ -16,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNNER = Path(__file__).with_name("mutants") / "runner.py"
 SECTIONS = sorted(path.stem for path in RUNNER.parent.glob("s[0-9]*.py"))
 MUTANTS = [each for name in SECTIONS for each in importlib.import_module(f"mutants.{name}").MUTANTS]
-MUTANTS_OF_TODAY = MUTANTS[datetime.date.today().toordinal() % 6 :: 6]
-"""A sixth, others each day, as one takes three seconds; MUTANTS=all takes all."""
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +52,7 @@ def run_tests(checkout):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "mutant",
-    MUTANTS if os.environ.get("MUTANTS") == "all" else MUTANTS_OF_TODAY,
-    ids=lambda mutant: f"{mutant.row}: {mutant.change}",
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.row}: {mutant.change}")
 def test_a_mutant_is_noticed(mutant, checkout, run_tests):
     path = checkout / mutant.file
     right = path.read_text()

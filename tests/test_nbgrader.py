@@ -1,6 +1,6 @@
 """nbgrader takes a lab: it makes an assignment of it, validates and grades what a learner hands in.
 
-It adds menus and server extensions to every JupyterLab of its environment, so `make test ALL=1` gives it another one.
+It adds menus and server extensions to every JupyterLab of its environment, so `make test TODAY=1` gives it another one.
 """
 
 import json

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import datetime
 import importlib
 import inspect
 import math
@@ -20,7 +19,7 @@ import nbformat
 import papermill
 import psutil
 import pytest
-from fixture_long import long_but
+from fixture_long import long_but, share_of_today
 from fixture_notebooks import read_points, read_small_values, unused
 
 import labkit
@@ -38,11 +37,11 @@ NBVAL_OPTIONS = [
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
 DAILY = "03b_extensions_at_work"
-"""The lab whose solved notebook every ``make test`` runs; all run with ``make test ALL=1``."""
+"""The lab whose solved notebook every ``make test`` runs; all run within three days of ``make test TODAY=1``."""
 ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with small values in tests/test_wheel.py and tests/browser/test_labs.py."""
-THE_NOTEBOOKS_OWN = {"PRICE"}
-"""Parameters that no run is asked for."""
+OF_TERMINALS = {"08_beyond_one_machine": {"DIM"}}
+"""Parameters that ``torchrun`` in a terminal gets, and no run of labkit's."""
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 
 
@@ -156,10 +155,6 @@ def accepted_by_program(call):
     return {field.name for field in dataclasses.fields(importlib.import_module(f"launch.{first}").Config)}
 
 
-LABS_OF_TODAY = LABS[datetime.date.today().toordinal() % 6 :: 6]
-"""A sixth of the labs, others each day, for what takes long: a second round, other parameters."""
-
-
 @pytest.mark.long  # what they run, the solved notebooks run, too; an empty answer is judged in test_exercises.py
 @pytest.mark.notebook
 @pytest.mark.timeout(600)
@@ -167,15 +162,14 @@ LABS_OF_TODAY = LABS[datetime.date.today().toordinal() % 6 :: 6]
 def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_values(lab, tmp_path, monkeypatch):
     values = read_small_values(lab.name)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    again = lab in LABS_OF_TODAY or os.environ.get("POINTS") == "all"
-    nbformat.write(with_second_round(lab.learner, again), tmp_path / "twice.ipynb")
+    nbformat.write(with_second_round(lab.learner, lab in share_of_today(LABS, 6)), tmp_path / "twice.ipynb")
     papermill.execute_notebook(
         *(tmp_path / "twice.ipynb", tmp_path / "done.ipynb", values),
         **{"cwd": tmp_path, "progress_bar": False, "execution_timeout": 120},
     )
     shown = summary(nbformat.read(tmp_path / "done.ipynb", as_version=4))
     assert shown and "differs" not in "".join(shown), shown
-    assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
+    assert set(unused(values, tmp_path / "runs")) <= OF_TERMINALS.get(lab.name, set())
     assert still_alive(tmp_path / "runs") == [], "processes that the notebook has left"
 
 
@@ -322,10 +316,9 @@ def values_outside(value, kind, rule):
 
 
 def points_to_try():
-    """The first point of today's labs; POINTS=all takes all points of all labs, which is half an hour."""
-    if os.environ.get("POINTS") == "all":
-        return [(lab, each) for lab in LABS for each in read_points(lab.name)]
-    return [(lab, read_points(lab.name)[0]) for lab in LABS_OF_TODAY]
+    """All points of all labs, or the first one of each."""
+    points = slice(None if os.environ.get("LABKIT_TEST") == "all" else 1)
+    return [(lab, each) for lab in LABS for each in read_points(lab.name)[points]]
 
 
 @pytest.mark.long
@@ -344,7 +337,7 @@ def test_solved_notebook_runs_to_its_end_with_other_parameters(lab, values, tmp_
     if wrong := contradicted_claims(lab, values, tmp_path):
         wrong &= contradicted_claims(lab, values, tmp_path)  # a time may be disturbed once
     assert not wrong
-    assert set(unused(values, tmp_path / "runs")) <= THE_NOTEBOOKS_OWN
+    assert set(unused(values, tmp_path / "runs")) <= OF_TERMINALS.get(lab.name, set())
 
 
 def contradicted_claims(lab, values, folder):
