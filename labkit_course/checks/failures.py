@@ -17,7 +17,7 @@ from labkit_course.checks.judge import (
 from labkit_course.checks.mystery import judge_diagnosis
 
 # The mystery runs of exercise 3.
-SEEDS = (25, 6, 15)
+SEEDS = (17, 1, 23)
 LOST = "RuntimeError: Connection closed by peer"
 # How each rank of a run ended: exit status, time, error. torchrun ends ranks with signal 15.
 ENDED_RUNS = {

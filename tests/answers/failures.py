@@ -13,9 +13,9 @@ return None
 """
 DIAGNOSES = """
 return {{
-    25: (2, "left out", "record: {call}"),
-    6: {second},
-    15: (0, "other order", "record: call 7"),
+    17: (3, "deadlock", "stacks: rank {row}"),
+    1: {second},
+    23: (None, "same samples", "samples: rank 0"),
 }}
 """
 
@@ -76,32 +76,32 @@ return found
         "diagnoses",
         checks.diagnoses,
         {
-            "mystery 6: rank 3 is right, 'straggler' is not": DIAGNOSES.format(
-                call="call 10", second='(3, "straggler", "times: rank 3")'
+            "mystery 1: rank 2 is right, 'killed' is not": DIAGNOSES.format(
+                row=3, second='(2, "killed", "ends: rank 1")'
             ),
-            "mystery 6: 'slow link' is right, rank 2 is not": DIAGNOSES.format(
-                call="call 10", second='(2, "slow link", "times: rank 2")'
+            "mystery 1: 'other shape' is right, rank 1 is not": DIAGNOSES.format(
+                row=3, second='(1, "other shape", "record: call 4")'
             ),
-            "mystery 6: neither no single rank nor 'wrong scale'": DIAGNOSES.format(
-                call="call 10", second='(None, "wrong scale", "gradients: rank 0")'
+            "mystery 1: neither no single rank nor 'wrong scale'": DIAGNOSES.format(
+                row=3, second='(None, "wrong scale", "gradients: rank 0")'
             ),
-            "mystery 6: 'slow' is none of the causes": DIAGNOSES.format(
-                call="call 10", second='(3, "slow", "times: rank 3")'
+            "mystery 1: 'shape' is none of the causes": DIAGNOSES.format(
+                row=3, second='(2, "shape", "record: call 4")'
             ),
-            "mystery 6: (3, 'slow link') is not (rank, cause, line)": DIAGNOSES.format(
-                call="call 10", second='(3, "slow link")'
+            "mystery 1: (2, 'other shape') is not (rank, cause, line)": DIAGNOSES.format(
+                row=3, second='(2, "other shape")'
             ),
-            "mystery 6: rank 3, 'slow link' is right, 'times: rank 2' does not prove it": DIAGNOSES.format(
-                call="call 10", second='(3, "slow link", "times: rank 2")'
+            "mystery 1: rank 2, 'other shape' is right, 'ends: rank 1' does not prove it": DIAGNOSES.format(
+                row=3, second='(2, "other shape", "ends: rank 1")'
             ),
-            "mystery 6: rank 3, 'slow link' is right, 'the swap takes 60 ms' is not the line": DIAGNOSES.format(
-                call="call 10", second='(3, "slow link", "the swap takes 60 ms")'
+            "mystery 1: rank 2, 'other shape' is right, 'float64' is not the line": DIAGNOSES.format(
+                row=3, second='(2, "other shape", "float64")'
             ),
-            "mystery 25: rank 2, 'left out' is right, 'record: call 9' does not prove it": DIAGNOSES.format(
-                call="call 9", second='(3, "slow link", "links: rank 3 → 2")'
+            "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": DIAGNOSES.format(
+                row=0, second='(2, "other shape", "record: call 4")'
             ),
-            "mystery 15 is missing": """
-return {25: (2, "left out", "record: call 10"), 6: (3, "slow link", "links: rank 3 → 2")}
+            "mystery 23 is missing": """
+return {17: (3, "deadlock", "stacks: rank 3"), 1: (2, "other shape", "record: call 4")}
 """,
             "it gave (2, 'left out')": 'return 2, "left out"',
         },
