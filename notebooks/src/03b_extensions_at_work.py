@@ -124,7 +124,7 @@ looks
 #
 # The order matters, because a parameter's gradient is a `TwoTensor`, too, and FSDP2 copies it into a plain buffer
 # before it reduces it. Both calls write into that buffer, so the numbers of the second one stay. Let them be those of
-# `a`. What comes back is one plain gradient, and the optimizer's `add_` of it to the parameter adds it to both halves.
+# `a`: b's own gradient is dropped. What comes back is one plain gradient, and the optimizer adds its step to both halves.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -319,8 +319,8 @@ claim("in as many calls", two.value("all_gather_count") == plain.value("all_gath
 
 # %% [markdown]
 # The difference is not small but 0: a `TwoTensor` whose halves are equal computes what a plain parameter computes,
-# twice, and halving the sum of two ranks is exact. There are as many calls as with plain parameters, because the tensors
-# of a unit travel together.
+# twice, and halving the sum of two ranks is exact. There are 8 calls, as with plain parameters: four units are gathered twice,
+# and the tensors of a unit travel together.
 #
 # **What parity cannot see.** Each of the next two hooks has a mistake. The first sends `a` twice. The second puts the
 # rows of zeros in front of the shard's own rows, and not behind them.

@@ -67,7 +67,13 @@ EXERCISES = [
                 24, 1, "none"
             ),
             "{'shard_over': None, 'batch': 4, 'checkpointing': 'none'} needs": CHOICE.format(None, 4, "none"),
-            "{'shard_over': None, 'batch': 4, 'checkpointing': 'full'} needs": CHOICE.format(None, 4, "full"),
+            "{'shard_over': None, 'batch': 1, 'checkpointing': 'none'} needs 19.8 GiB of 40 and trains": CHOICE.format(
+                None, 1, "none"
+            ),
+            "{'shard_over': None, 'batch': 4, 'checkpointing': 'selective'} needs 27.2 GiB of 40": CHOICE.format(
+                None, 4, "selective"
+            ),
+            "{'shard_over': 8, 'batch': 2, 'checkpointing': 'none'} needs": CHOICE.format(8, 2, "none"),
         },
     ),
 ]
