@@ -91,8 +91,8 @@ f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
 #
 # Why did lab 0 start its messages in one batch? Two calls one after the other, `isend` and then `irecv`, work on CPUs,
 # and may hang on GPUs. NCCL, the library between GPUs, works off a rank's calls in turn, and a send ends only when its
-# receiver has come to the receive. If all ranks send first, nobody comes to a receive. On CPUs the plain `send` shows
-# the same. This cell hangs on purpose, and is stopped after 5 seconds:
+# receiver has come to the receive. If all ranks send first, nobody comes to a receive. On CPUs the plain `send` shows the
+# same. This cell hangs on purpose, and is stopped after 5 seconds. In which call will each rank stand?
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --timeout 5 --fails
@@ -110,6 +110,24 @@ dist.recv(arrived, (rank - 1) % ranks)
 #
 # </details>
 #
+# Each rank stands in its `send`, since nobody comes to a `recv`. The cure is to start both together, and then to wait:
+
+# %%
+# %%torchrun -n 4 --name batched
+from labkit.rank import report
+
+dist.init_process_group()
+rank, ranks = dist.get_rank(), dist.get_world_size()
+mine, arrived = torch.tensor([float(rank)]), torch.empty(1)
+ring = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)]
+for message in dist.batch_isend_irecv(ring):
+    message.wait()
+report(arrived=arrived)
+
+# %%
+[rank.reported["arrived"].item() for rank in batched.ranks]
+
+# %% [markdown]
 # *Takeaway: messages that start in one batch (`dist.batch_isend_irecv`) run on CPUs and on GPUs.*
 #
 # ## 3. An all-reduce in two halves ({minutes} minutes)
@@ -267,8 +285,8 @@ for whose, fit in {"drawn": yours, "all seven sizes": all_sizes}.items():
 #
 # If the line below the figure says *disturbed*, other programs used the cores: run the cell again before you go on.
 #
-# A line through two sizes believes both of them, and one may have been unlucky in all its rounds. The second fit, by
-# least squares, listens to all seven. The same run also sent 4 MiB, 4.2 MB, in 1 to 64 all-reduces. Commit, from the
+# A line through two sizes believes both of them, and one may have been unlucky in all its rounds. The second fit listens to all seven: it makes the sum of
+# the squared *relative* errors smallest, so that a small message counts as much as a large one. The same run also sent 4 MiB, 4.2 MB, in 1 to 64 all-reduces. Commit, from the
 # alpha and beta of all seven sizes: how many milliseconds do 64 take?
 
 # %% tags=["commit"]
@@ -281,6 +299,7 @@ mine_time = commit(pieces_64_ms=1e3 * all_sizes.seconds(2**22, messages=64))
 _ = plots.all_reduce_time_by_count(messages, network=all_sizes)
 pieces = fastest_all_reduce_times(messages, "pieces")
 print(f"64 all-reduces: {pieces[64] * 1e3:.1f} ms; you: {prediction_text(mine_time['pieces_64_ms'], '.1f')} ms")
+print(f"by the line through two sizes: {yours.seconds(2**22, messages=64) * 1e3:.1f} ms")
 
 # %% tags=["claim"]
 claim("64 messages take twice as long as one, or longer", pieces[64] > 2 * pieces[1])
@@ -290,12 +309,13 @@ claim("64 messages take twice as long as one, or longer", pieces[64] > 2 * piece
 #
 # <details><summary>Why are the bars not at the dashed lines?</summary>
 #
-# Two numbers are a rough model of seven sizes. And where programs share the cores, the same message takes a different
-# time in another minute: compare 1 × 4 MiB here with its dot in the figure above.
+# Two numbers are a rough model of seven sizes. And the same message may take a different time in another minute of the
+# same run: compare 1 × 4 MiB here with its dot in the figure above.
 #
 # </details>
 #
-# *Takeaway: fit the fastest round of each size, because a disturbance only ever adds time, and fit many sizes.*
+# *Takeaway: fit the fastest round of each size, because a disturbance only ever adds time, and do not trust two sizes
+# alone.*
 #
 # ## 6. Data for a test ({minutes} minutes)
 #
@@ -350,7 +370,7 @@ print(f"it finds the mistake in case {passes.index(False) + 1}; you: {prediction
 #
 # On the left, a step takes about 6 operations for each of P parameters and T tokens of a rank (2 in the forward pass
 # and 4 in the backward pass), at F operations a second. On the right, n ranks average gradients of g bytes each in a
-# ring, whose links carry B bytes a second.
+# ring, whose links carry B bytes a second. F is what GPUs reach in practice, and B is from the data sheet.
 #
 # ### Exercise 3: tokens in a step (•, {minutes} minutes)
 #
@@ -429,15 +449,14 @@ claim("656 over eight cards", round(by_theory["64 GPUs, cards of 50 GB/s"] / 8) 
 # | if | then |
 # |---|---|
 # | only some ranks should talk | make groups, on all ranks, before training begins |
-# | a program hangs only with large tensors | look for a `send` on all ranks before any `recv` |
+# | a program hangs in messages | look for a `send` on all ranks before any `recv` |
 # | you time a collective | take the fastest of many rounds, after a barrier |
 #
 # **Ask yourself**
 #
 # <details><summary>1. Rank 3 belongs to none of the new groups. Must it call <code>new_group</code>?</summary>
 #
-# Yes. `new_group` is a collective of all ranks. If rank 3 leaves it out, the others wait for it, or the next groups are
-# mixed up.
+# Yes. `new_group` is a collective of all ranks. A rank that leaves it out has other groups than the others from then on.
 #
 # </details>
 #
