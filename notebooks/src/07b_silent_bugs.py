@@ -253,7 +253,7 @@ visit("experts", mine_experts)
 # ```
 #
 # The loss does not show it (section 8). Adam divides a gradient by its own size, so a constant factor does almost
-# nothing. With plain SGD it would be a factor in the learning rate.
+# nothing, where with plain SGD it would be a factor in the learning rate.
 #
 # *Takeaway: with Adam the loss hardly shows a factor. A comparison of gradients does.*
 
