@@ -149,7 +149,8 @@ visit("norm", mine_norm)
 
 # %% [markdown]
 # *The gradients of the rank that is furthest off, beside one device's.* `head` and `norm` are alike, because only a rank's own tokens pass through them, but the step adds up only one of their gradients. The factor is near a half, but a
-# rest is left, so it is not a factor that is wrong. A term is missing: that of the other ranks' tokens.
+# rest is left, so it is not a factor that
+# is wrong: a term is missing, that of the other ranks' tokens.
 #
 # The column **ranks differ by** is for weights that every rank holds whole: the largest distance between the ranks'
 # gradients. Each rank updates its own copy with its own gradient. If these differ, so do the copies after the first
@@ -780,8 +781,8 @@ for name, mended in {"tokens": mended_tokens, "norm": mended_norm}.items():
         print(f"{name}, {what}: {typed.verdict(name, step, kinds)}")
 
 # %% [markdown]
-# The next cell asks about all rooms, without a rank. One of them, `tied`, it cannot judge. Commit: how
-# many of the other eleven bugs do the types refuse?
+# The next cell asks about all rooms, without a rank. One of them, `tied`, it cannot judge; commit:
+# how many of the other eleven bugs do the types refuse?
 
 # %% tags=["commit"]
 mine_types = commit(refused=None)
