@@ -71,7 +71,8 @@ def test_another_right_plan_passes(name, plan):
 @pytest.mark.usefixtures("ranks_at_hand")
 def test_the_plans_that_run_while_an_exercise_is_open_are_right():
     assert at_work.stack_plan(at_work.our_stack_plan).ok
-    assert at_work.cut_block_plan(at_work.our_block_plan).ok
+    assert at_work.language_plan(at_work.our_language_plan).ok
+    assert at_work.language_step(at_work.our_language_step).ok
 
 
 WRONG_PLANS = {

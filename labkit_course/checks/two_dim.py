@@ -327,6 +327,25 @@ def judge_plan(
     return judge.passing_verdict(f"equal to one device on {MESHES_TEXT} ranks, {passed}")
 
 
+def wrong_gradients(answer: Callable[[], Any], model: str, timeout_s: float = 60) -> list[str]:
+    """Train a step with a plan on 2 x 2 ranks; name the gradients that are not one device's.
+
+    Raise WrongAnswer if the output is not one device's either.
+    """
+    found: set[str] = set()
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        outputs, right = _one_device_step(model, MESH_SHAPES[ranks][0])
+        _judge_plan_output(sent["output"], outputs[sent["data"]])
+        got = sent["gradients"]
+        found.update(name for name, each in right.items() if _gradient_difference(got[name], each))
+
+    waiting = "is the plan the same on all of them?"
+    how: dict[str, Any] = {"sizes": (4,), "timeout_s": timeout_s, "waiting": waiting}
+    judge_on_ranks("two_dim", answer, judge=judge_rank, what=model, **how)
+    return sorted(found)
+
+
 def _one_device_step(model: str, data: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return one device's outputs for each of ``data`` lines of ranks, and its gradients."""
     reference = ranks_two_dim.make_exercise_model(model)

@@ -5,14 +5,18 @@ from numbers import Integral
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.functional import cross_entropy
 
 import labkit
 from labkit.parallel.tensor_parallel import Plan
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise
+from labkit_course.checks.on_ranks import judge_on_ranks
 from labkit_course.checks.ranks import two_dim as ranks_two_dim
-from labkit_course.checks.two_dim import ACTIVATION_BYTES, judge_plan
+from labkit_course.checks.ranks.two_dim import MESH_SHAPES
+from labkit_course.checks.traffic import expect_traffic
+from labkit_course.checks.two_dim import ACTIVATION_BYTES, judge_plan, wrong_gradients
 
 # Hints by collective along an axis, and by axis.
 COUNT_HINTS = {
@@ -24,6 +28,17 @@ COUNT_HINTS = {
     "data/reduce_scatter": "Each unit's gradients are reduced once.",
     "tp": "Along tp activations are added up, which is an all-reduce.",
     "data": "Along data FSDP gathers parameters and reduce-scatters gradients.",
+}
+NORM_HINT = "On each rank a norm sees its own tokens. Who adds up the gradients of its weight?"
+# What shares parameters out along an axis of a language model's step.
+STEP_HINTS = {
+    "tp": "parallelize_module(model, mesh, plan) cuts it, along the axis of its mesh.",
+    "data": "fully_shard(model, mesh=…) shards it, along the axis of its mesh.",
+}
+# Hints by a part of the error that a step raises.
+ERROR_HINTS = {
+    "mixed torch.Tensor and DTensor": "the logits are cut: loss and backward() stand inside "
+    "`with loss_parallel():`"
 }
 
 
@@ -76,11 +91,64 @@ def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
 
 
 @exercise
-def cut_block_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 4: a plan for a transformer block whose tokens come in cut, and leave so."""
-    passed = "output and gradients, those of the norms included"
-    hint = "On each rank a norm sees its own tokens. Who adds up the gradients of its weight?"
-    return judge_plan(answer, "cut_block", timeout_s, passed, hint=hint)
+def language_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
+    """Exercise 4: a plan for ``LanguageModel`` whose tokens and logits stay cut."""
+    passed = "output and gradients, with tokens and logits cut"
+    return judge_plan(answer, "language", timeout_s, passed, None, _judge_language, NORM_HINT)
+
+
+@exercise
+def language_step(answer: Callable[..., Any], timeout_s: float = 60) -> Verdict:
+    """Exercise 5: a step of a language model on both axes, from (model, ids, mesh, plan)."""
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        data, _ = MESH_SHAPES[ranks]
+        whole = ranks_two_dim.make_exercise_model("language")
+        # Shares first, because they explain a wrong gradient.
+        axes = {"data": "norm.weight", "tp": "up.weight"} if data > 1 else {"tp": "up.weight"}
+        for axis, name in axes.items():
+            held, right = sent["held"][name], sent["right_held"][name]
+            said = f"along {axis} nothing is shared out: a rank holds {held} numbers of {name}"
+            judge.expect(held <= right, said, right, STEP_HINTS[axis])
+        missing = [name for name, each in sent["gradients"].items() if each is None]
+        judge.expect(
+            not missing, f"{', '.join(missing[:2])} got no gradient", hint="Call backward."
+        )
+        for place in range(data):
+            ids = ranks_two_dim.language_ids(place)
+            loss = cross_entropy(whole(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            (loss / data).backward()
+        for name, each in whole.named_parameters():
+            said, close = f"the gradient of {name}", {"rtol": 1e-4, "atol": 1e-6}
+            hint = "The logits at a token are for the next: compare them with ids[:, 1:]."
+            wrong = "is not one device's"
+            judge.expect_close(
+                sent["gradients"][name], each.grad, said, {}, wrong, hint=hint, **close
+            )
+        said = "the gradients are right, but along tp a step sends"
+        hint = "With loss_parallel nothing need be gathered behind the output layer."
+        # Along data the calls depend on the units of FSDP, which are free.
+        along = [
+            {name: each for name, each in sent[which].items() if not name.startswith("data/")}
+            for which in ("sent", "right_sent")
+        ]
+        expect_traffic(*along, said, hint)
+
+    waiting = "do all of them call the same?"
+    how: dict[str, Any] = {"sizes": tuple(MESH_SHAPES), "timeout_s": timeout_s, "waiting": waiting}
+    judge_on_ranks("two_dim", answer, judge=judge_rank, what="step", hints=ERROR_HINTS, **how)
+    return judge.passing_verdict("gradients and collectives as they should be, on both axes")
+
+
+def wrong_block_gradients(answer: Callable[[], Any]) -> list[str]:
+    """Name the wrong gradients of a transformer block whose tokens come in cut, with this plan."""
+    return wrong_gradients(answer, "cut_block")
+
+
+def whole_tensors(ranks: int) -> float:
+    """Return the whole tensors that remain at the peak with exercise 3's plan, by theory."""
+    # The samples and the result are whole; of the two tensors between a rank has its share.
+    return 2 + 2 / ranks
 
 
 def our_stack_plan() -> Plan:
@@ -92,14 +160,13 @@ def our_stack_plan() -> Plan:
     return first | {f"layers.{i}.out_proj": RowwiseParallel(output_layouts=to) for i, to in rows}
 
 
-def our_block_plan() -> Plan:
+def our_language_plan() -> Plan:
     """Return a right answer to exercise 4, which runs while the learner's is open."""
-    styles = {
-        ("query", "key", "value", "gate", "up"): ColwiseParallel(input_layouts=Shard(1)),
-        ("out", "down"): RowwiseParallel(output_layouts=Shard(1)),
-        ("attention_norm", "mlp_norm"): SequenceParallel(),
-    }
-    return {name: style for names, style in styles.items() for name in names}
+    return ranks_two_dim.language_plan()
+
+
+our_language_step = ranks_two_dim.language_step
+"""A right answer to exercise 5, which runs while the learner's is open."""
 
 
 def _judge_words(sent: Mapping[str, Any], tp: int) -> None:
@@ -116,3 +183,19 @@ def _judge_sequence(sent: Mapping[str, Any], tp: int) -> None:
         said = f"all is right, but between the MLPs every rank holds all {tokens} tokens"
         hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
         raise judge.WrongAnswer(said, expected=str(tokens // tp), hint=hint)
+
+
+def _judge_language(sent: Mapping[str, Any], tp: int) -> None:
+    _judge_words(sent, tp)
+    tokens, words = ranks_two_dim.TOKENS, ranks_two_dim.VOCABULARY_SIZE
+    for name, which in (("embed", "behind the embedding"), ("down", "behind the MLP")):
+        if sent["between"][name][1] == tokens:
+            said = f"all is right, but {which} every rank holds all {tokens} tokens"
+            hint = (
+                "What a rowwise layer leaves is said by output_layouts, and Shard(1) cuts tokens."
+            )
+            raise judge.WrongAnswer(said, expected=str(tokens // tp), hint=hint)
+    if sent["between"]["head"][-1] == words:
+        said = f"all is right, but every rank holds the logits of all {words} words"
+        hint = "Section 2 says what leaves them cut, and a DTensor."
+        raise judge.WrongAnswer(said, expected=str(words // tp), hint=hint)

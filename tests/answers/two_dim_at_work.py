@@ -81,21 +81,42 @@ EXERCISES = [
     ),
     Exercise(
         "5b.4",
-        "cut_block",
-        checks.cut_block_plan,
+        "whole_plan",
+        checks.language_plan,
         {
-            "the output is right, but the gradient of attention_norm.weight, mlp_norm.weight is not": changed(
-                "cut_block", (' | {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}', "")
+            "the output is right, but the gradient of norm.weight, last_norm.weight is not": changed(
+                "whole_plan", ('"norm": SequenceParallel(),', ""), ('"last_norm": SequenceParallel(),', "")
             ),
-            "the output is right, but the gradient of mlp_norm.weight is not": changed(
-                "cut_block", ('"attention_norm", "mlp_norm"', '"attention_norm",')
+            "the output has shape [4, 6, 9]": changed("whole_plan", (", use_local_output=False", "")),
+            "all is right, but every rank holds the logits of all 18 words": changed(
+                "whole_plan", ("use_local_output=False", "output_layouts=Replicate()")
             ),
-            "the output is not one device's": plan(query="C", key="C", value="C", out="R", gate="C", up="C", down="R"),
-            "the model does not run with this plan: after `out`, a cut tensor meets a whole one": changed(
-                "cut_block", ("RowwiseParallel(output_layouts=cut)", "RowwiseParallel()")
+            "the model does not run with this plan: at or after `head`": changed(
+                "whole_plan", ('"head": ColwiseParallel(input_layouts=cut, use_local_output=False),', "")
             ),
-            "there is no layer 'norm': there are attention_norm, mlp_norm, query": changed(
-                "cut_block", ('"attention_norm", "mlp_norm"', '"norm",')
+            "the model does not run with this plan: after `down`, a cut tensor meets a whole one": changed(
+                "whole_plan", ('"down": RowwiseParallel(output_layouts=cut)', '"down": RowwiseParallel()')
+            ),
+            "there is no layer 'embedding': there are embed": changed("whole_plan", ('"embed":', '"embedding":')),
+        },
+    ),
+    Exercise(
+        "5b.5",
+        "language_step",
+        checks.language_step,
+        {
+            "the logits are cut: loss and backward() stand inside": changed(
+                "language_step", ("with loss_parallel():", "if True:")
+            ),
+            "along data nothing is shared out": changed("language_step", ('fully_shard(model, mesh=mesh["data"])', "")),
+            "along tp nothing is shared out": changed(
+                "language_step", ('parallelize_module(model, mesh["tp"], plan)', "")
+            ),
+            "the gradient of embed.weight is not one device's": changed(
+                "language_step", ("ids[:, 1:].flatten()", "ids[:, :-1].flatten()")
+            ),
+            "the gradients are right, but along tp a step sends": changed(
+                "language_step", ("logits = model(ids[:, :-1])", "logits = model(ids[:, :-1]).full_tensor()")
             ),
         },
     ),

@@ -69,6 +69,20 @@ class Words(LabModel):
         return functional.cross_entropy(output.flatten(0, 1), inputs[0].flatten())
 
 
+class LanguageModel(Words):
+    """Lab 5b's language model: token ids [N, S] to logits [N, S, V]."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, VOCABULARY_SIZE)
+        self.norm, self.last_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, INNER), nn.Linear(INNER, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x))
+
+
 class Stack(MLPStack):
     """Three MLPs on features [4, 6, 12]."""
 
@@ -81,12 +95,13 @@ MODELS: dict[str, Callable[[], LabModel]] = {
     "block": Block,
     "cut_block": CutBlock,
     "words": lambda: Words(DIM, VOCABULARY_SIZE),
+    "language": LanguageModel,
     "stack": Stack,
 }
 
 
 def run_answer(*answers: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call a plan for one of ``MODELS``, both functions at a pair's ends, or its second layer."""
+    """Call a plan for one of ``MODELS``, a pair's ends, its second layer, or a model's step."""
     # torch warns about a wrong plan; the learner gets the verdict instead.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -94,6 +109,8 @@ def run_answer(*answers: Callable[..., Any], what: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))
     if what in MODELS:
         return run_plan(answers[0], mesh, what)
+    if what == "step":
+        return run_step(answers[0], mesh)
     if what == "row":
         # First, because an answer may change what labkit's own layer uses.
         right = run_layer(RowParallel, mesh)
@@ -219,7 +236,10 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         found["held"] = {name: [*local_part(each).shape] for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with GroupTraffic() as traffic:
-            output = local_part(cut(*line))
+            output = cut(*line)
+            # A language model's logits may stay cut, as a DTensor that knows the whole.
+            joins = isinstance(cut, LanguageModel) and isinstance(output, DTensor)
+            output = output.full_tensor() if joins else local_part(output)
             found["output"] = output.detach().clone()
             cut.get_loss(line, output).backward()
     except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError) as error:
@@ -229,6 +249,55 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         for name, each in cut.named_parameters()
     }
     return found | {"gradients": gradients, "sent": totals_by_axis(traffic, mesh)}
+
+
+def language_plan() -> dict[str, parallel.ParallelStyle]:
+    """Return a plan of a LanguageModel whose tokens and logits stay cut."""
+    whole, cut = Replicate(), Shard(1)
+    return {
+        "embed": parallel.RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "norm": parallel.SequenceParallel(),
+        "up": parallel.ColwiseParallel(input_layouts=cut),
+        "down": parallel.RowwiseParallel(output_layouts=cut),
+        "last_norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(input_layouts=cut, use_local_output=False),
+    }
+
+
+def language_step(model: nn.Module, ids: Tensor, mesh: DeviceMesh, plan: Any) -> None:
+    """Share a language model over both axes, and compute its gradients: the right answer."""
+    parallel.parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    with parallel.loss_parallel():
+        logits = model(ids[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+
+
+def language_ids(place: int) -> Tensor:
+    """Return the token ids [4, 7] of a place along ``data``: six tokens, and the next of each."""
+    return random_tokens(BATCH, TOKENS + 1, below=VOCABULARY_SIZE, device=CPU, seed=place)
+
+
+def run_step(answer: Callable[..., Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Run a step's forward and backward pass with the answer on both axes, and with the right one.
+
+    Returns:
+        The full ``gradients``, None where there is none; ``held``, the elements of each parameter
+        on this rank; what was ``sent``; and both of the right step, ``right_held``, ``right_sent``.
+    """
+    found: dict[str, Any] = {}
+    for start, step in (("right_", language_step), ("", answer)):
+        model = make_exercise_model("language")
+        with GroupTraffic() as traffic:
+            step(model, language_ids(mesh["data"].get_local_rank()), mesh, language_plan())
+        found[f"{start}sent"] = totals_by_axis(traffic, mesh)
+        named = dict(model.named_parameters())
+        found[f"{start}held"] = {name: local_part(each).numel() for name, each in named.items()}
+        found["gradients"] = {
+            name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+            for name, each in named.items()
+        }
+    return found
 
 
 def cut_tokens_around(module: nn.Module, line: DeviceMesh) -> None:
@@ -256,7 +325,11 @@ def check_plan_form(plan: Any, model: nn.Module) -> None:
     said = f"the plan is {value_text(plan)}"
     expect(isinstance(plan, dict), f"{said}, not a dict such as {{'up': ColwiseParallel()}}")
     # Torch ignores a name that no layer has, with a warning. Norms need a style if tokens are cut.
-    layers = (nn.Linear, nn.Embedding, *([nn.RMSNorm] if isinstance(model, CutBlock) else []))
+    layers = (
+        nn.Linear,
+        nn.Embedding,
+        *([nn.RMSNorm] if isinstance(model, CutBlock | LanguageModel) else []),
+    )
     there = [name for name, module in model.named_modules() if isinstance(module, layers)]
     for name, style in plan.items():
         said = f"there is no layer {value_text(name)}: there are {', '.join(there)}"
