@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import labkit
 from labkit.parallel import small_tensor_parallel as ours
 from labkit_course.checks import two_dim as checks
 from labkit_course.checks import two_dim_at_work as at_work
+from labkit_course.checks.judge import WrongAnswer
 
 IMPORTS = (
     "import torch\nfrom torch import distributed as dist, nn\n"
@@ -73,6 +76,21 @@ def test_the_plans_that_run_while_an_exercise_is_open_are_right():
     assert at_work.stack_plan(at_work.our_stack_plan).ok
     assert at_work.language_plan(at_work.our_language_plan).ok
     assert at_work.language_step(at_work.our_language_step).ok
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_wrong_gradients_are_named_and_a_wrong_output_is_refused():
+    def cut(comes=None, leaves=None):
+        columns = {name: ColwiseParallel(input_layouts=comes) for name in ("query", "key", "value", "gate", "up")}
+        return columns | {name: RowwiseParallel(output_layouts=leaves) for name in ("out", "down")}
+
+    forgetful, norms = cut(Shard(1), Shard(1)), ["attention_norm.weight", "mlp_norm.weight"]
+    assert at_work.wrong_block_gradients(lambda: forgetful) == norms
+    assert at_work.wrong_block_gradients(lambda: forgetful | {"mlp_norm": SequenceParallel()}) == norms[:1]
+    with pytest.raises(WrongAnswer, match="the output is not one device's"):
+        at_work.wrong_block_gradients(cut)
+    with pytest.raises(WrongAnswer, match="the model does not run with this plan: after `out`"):
+        at_work.wrong_block_gradients(lambda: cut(Shard(1)))
 
 
 WRONG_PLANS = {

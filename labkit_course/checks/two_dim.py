@@ -308,12 +308,7 @@ def judge_plan(
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         data, tp = MESH_SHAPES[ranks]
         outputs, gradients = _one_device_step(model, data)
-        # A wrong layout often stops the backward pass; the output shows the mistake more plainly.
-        if "output" in sent:
-            _judge_plan_output(sent["output"], outputs[sent["data"]])
-        if "error" in sent:
-            said = f"the model does not run with this plan: {_stop_place(sent)}"
-            raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
+        _judge_plan_step(sent, outputs[sent["data"]])
         _judge_gradients(sent["gradients"], gradients, hint)
         _judge_plan_memory(sent["held"], gradients)
         if judge_rest:
@@ -330,13 +325,13 @@ def judge_plan(
 def wrong_gradients(answer: Callable[[], Any], model: str, timeout_s: float = 60) -> list[str]:
     """Train a step with a plan on 2 x 2 ranks; name the gradients that are not one device's.
 
-    Raise WrongAnswer if the output is not one device's either.
+    Raise WrongAnswer if the model does not run, or its output is not one device's either.
     """
     found: set[str] = set()
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         outputs, right = _one_device_step(model, MESH_SHAPES[ranks][0])
-        _judge_plan_output(sent["output"], outputs[sent["data"]])
+        _judge_plan_step(sent, outputs[sent["data"]])
         got = sent["gradients"]
         found.update(name for name, each in right.items() if _gradient_difference(got[name], each))
 
@@ -356,6 +351,15 @@ def _one_device_step(model: str, data: int) -> tuple[list[Tensor], dict[str, Ten
         (reference.get_loss(line, output) / data).backward()
     named = reference.named_parameters()
     return outputs, {name: each.grad for name, each in named if each.grad is not None}
+
+
+def _judge_plan_step(sent: Mapping[str, Any], right: Tensor) -> None:
+    # A wrong layout often stops the backward pass; the output shows the mistake more plainly.
+    if "output" in sent:
+        _judge_plan_output(sent["output"], right)
+    if "error" in sent:
+        said = f"the model does not run with this plan: {_stop_place(sent)}"
+        raise judge.WrongAnswer(said, hint=f"PyTorch says: {sent['error']}")
 
 
 def _judge_plan_output(output: Tensor, right: Tensor) -> None:

@@ -128,11 +128,11 @@ def language_step(answer: Callable[..., Any], timeout_s: float = 60) -> Verdict:
         said = "the gradients are right, but along tp a step sends"
         hint = "With loss_parallel nothing need be gathered behind the output layer."
         # Along data the calls depend on the units of FSDP, which are free.
-        along = [
+        made, right = (
             {name: each for name, each in sent[which].items() if not name.startswith("data/")}
             for which in ("sent", "right_sent")
-        ]
-        expect_traffic(*along, said, hint)
+        )
+        expect_traffic(made, right, said, hint)
 
     waiting = "do all of them call the same?"
     how: dict[str, Any] = {"sizes": tuple(MESH_SHAPES), "timeout_s": timeout_s, "waiting": waiting}
