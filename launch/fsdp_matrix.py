@@ -135,7 +135,8 @@ class Config(WrapConfig):
 
     def validate(self, world_size: int) -> None:
         super().validate(world_size)
-        catalog.check_model(self.model, self.blocks, skip=self.skip, freeze=self.freeze)
+        counted = {"skip": self.skip, "freeze": self.freeze}
+        catalog.check_model(self.model, self.blocks, self.model_sizes(), **counted)
         catalog.check_model(self.model, (*self.ignore, *self.compile_only))
         if self.compile:
             requirements.refuse_without_compiler()

@@ -109,6 +109,10 @@ def test_the_expert_seed_reaches_the_expert():
             "freeze (9,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8",
         ),
         (
+            lambda: catalog.check_model("mlp_stack", sizes={"layers": 2}, freeze=(2,)),
+            "freeze (2,) counts blocks that are not there: model mlp_stack has 2 blocks, from 0 to 1",
+        ),
+        (
             lambda: catalog.check_model("moe", ["Expert", "Shared"], skip=(2,)),
             "skip (2,) counts blocks that are not there: model moe has 2 blocks, from 0 to 1",
         ),

@@ -133,6 +133,9 @@ def check_model(
         rule = f"is no multiple of model {model}'s {heads} heads"
         raise ValueError(f"hidden {chosen_sizes['hidden']} {rule}: {rest} over")
     blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
+    # The blocks that are a model's own are as many as its layers, or a multiple.
+    if "layers" in entry.sizes and {*block_types} <= {*entry.block_types}:
+        blocks = blocks * chosen_sizes["layers"] // entry.sizes["layers"]
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
