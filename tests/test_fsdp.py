@@ -196,6 +196,20 @@ def test_a_skipped_block_costs_one_gather_less(runs):
     assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
 
 
+@pytest.mark.parametrize(
+    ("blocks", "frozen", "gathers", "reduced"),
+    [(3, (1,), 6, 2), (4, (0,), 8, 3), (4, (0, 1), 7, 2), (4, (0, 1, 3), 7, 1), (4, (3,), 8, 3), (4, (0, 1, 2), 6, 1)],
+)
+def test_of_the_frozen_blocks_in_front_all_but_the_last_are_gathered_once(blocks, frozen, gathers, reduced):
+    """The first four are what lab 2b measures on ranks."""
+    layers = theory.mlp_stack_layers("block", 8, blocks)
+    sent = theory.step_collectives(layers, 2, frozen=[f"block {index}" for index in frozen])
+    assert (sent["all_gather_count"], sent["reduce_scatter_count"]) == (gathers, reduced)
+    sizes = theory.unit_bytes(layers, 2)
+    trained = [full for unit, (_, full) in sizes.items() if unit not in {f"block {index}" for index in frozen}]
+    assert sent["reduce_scatter_bytes"] == sum(trained)
+
+
 def test_gathering_ahead_hides_all_gathers_behind_compute():
     (waiting,) = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": False}])
     assert not hidden_gathers(waiting), "each is waited for where it starts"

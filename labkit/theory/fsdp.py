@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, takewhile
 
 from labkit.theory.collectives import collective_wire_bytes as collective_wire_bytes
 from labkit.theory.ddp import DEFAULT_BUCKET_MB, bucket_plan
@@ -114,20 +114,27 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
 
 
 def step_collectives(
-    layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
+    layers: Sequence[LinearLayer],
+    ranks: int,
+    *,
+    reshard_after_forward: bool = True,
+    frozen: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the collectives of a step and the bytes handed over, by ``result.value`` name."""
     units = unit_bytes(layers, ranks)
     gathered = list(units.values())
+    # Frozen units at the beginning need no backward pass, but their last is gathered ahead.
+    spared = max(0, len(list(takewhile(frozen.__contains__, units))) - 1)
     # A unit that was resharded is gathered again for the backward pass. The root's comes next, so
     # it is not resharded.
     if reshard_after_forward:
-        gathered += [sizes for unit, sizes in units.items() if unit != "root"]
+        gathered += [sizes for unit, sizes in [*units.items()][spared:] if unit != "root"]
+    reduced = [full for unit, (_, full) in units.items() if unit not in frozen]
     return {
         "all_gather_count": len(gathered),
         "all_gather_bytes": sum(kept for kept, _ in gathered),
-        "reduce_scatter_count": len(units),
-        "reduce_scatter_bytes": sum(full for _, full in units.values()),
+        "reduce_scatter_count": len(reduced),
+        "reduce_scatter_bytes": sum(reduced),
     }
 
 
