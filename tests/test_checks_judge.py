@@ -48,7 +48,7 @@ IN_THE_NOTEBOOK = [
     (spatial_at_work.activation_bytes, ()),
     (fsdp.fewest_ranks, ()),
     (fsdp.memory_plan, (1, 1)),
-    (fsdp_at_work.missing_block, "forgetful"),
+    (fsdp_at_work.forgotten_blocks, ()),
     (fsdp_at_work.tied_unit, ()),
     (fsdp_at_work.peak_bytes, ()),
     (fsdp_at_work.gradients_agree, ()),
@@ -117,7 +117,6 @@ def judge_check(tmp_path, nothing_starts):
 
     def judged(check, more, answer):
         made = {
-            "forgetful": RunResult(tmp_path, {"params": {"model": "toy", "skip": (1,)}}, [], []),
             "counted": RunResult(tmp_path, {"nproc": 1}, COUNTED, []),
         }
         return check(answer, *([made[more]] if isinstance(more, str) else more))

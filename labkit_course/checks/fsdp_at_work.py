@@ -3,15 +3,12 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import labkit
-from labkit.models import catalog
-from labkit.parallel.fsdp import random_block_index
 from labkit.theory import fsdp as theory
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 from labkit_course.checks import judge
@@ -30,9 +27,7 @@ SHARED_HINT = (
     "All ranks train the shared part together: sum over the ranks, divide by their number."
 )
 EXPERT_HINT = "A rank's expert is its own: nothing of it may travel. Divide it by the ranks."
-# Position of block 0 in the toy model.
-FIRST_BLOCK_POSITION = 4
-IDENTITY_HINT = "Tied means the same object: compare with `is`, or by id()."
+IDENTITY_HINT = "Tied means the same object: compare with `is`, or look it up in a set."
 FLOAT32_BYTES = 4
 
 
@@ -66,6 +61,7 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     def named(weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
         return {"weight": weight, "bias": bias}
 
+    wide = torch.full((3,), 2.0)
     right, small, none = named(weight, bias), named(weight, bias / 1000), dict[str, Tensor]()
     rounding = "Divide the largest difference by the largest reference value, and allow 1e-5."
     compares = "NaN compares as False with everything: ask whether the error is small."
@@ -99,6 +95,13 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
         ("a gradient too many", right | {"more": bias}, right, False, names),
         ("a gradient of another name", {"weight": weight, "offset": bias}, right, False, names),
         ("no gradient at all", none, none, False, "A test that compared nothing must not pass."),
+        (
+            "a gradient of shape (1,) beside one of (3,)",
+            named(weight, wide[:1]),
+            named(weight, wide),
+            False,
+            "Broadcasting makes shapes equal: compare the shapes first.",
+        ),
         ("a reference of infinity", right, named(infinite, bias), False, infinite_hint),
     ]
     for what, mine, reference, agree, hint in cases:
@@ -115,31 +118,45 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
 
 
 @exercise
-def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 3: the index of the block that a run did not wrap, for its ``forget`` or ``skip``.
+def forgotten_blocks(answer: Callable[..., list[int]]) -> Verdict:
+    """Exercise 3: the numbers of the blocks that are no units, from (gathered, blocks)."""
+    toy = [f"net.{place}" for place in range(4, 8)]
+    long = [f"layers.{index}" for index in range(11)]
+    numbers = "Count the blocks from 0, in the order of the model: net.4 is block 0."
+    once = "A block whose parameters are kept is gathered once, and is wrapped all the same."
+    several = "More than one block may be forgotten."
+    whole_names = "Compare whole names: layers.1 is a part of layers.10."
+    # Words, what is wrapped, all blocks, whether each is gathered twice, and a hint.
+    cases = [
+        ("blocks net.4 to net.7, all gathered twice", toy, toy, True, "No block is missing here."),
+        ("net.4 to net.7 without net.6", toy[:2] + toy[3:], toy, True, numbers),
+        ("net.4 to net.7 without net.4 and net.7", toy[1:3], toy, True, several),
+        ("blocks net.4 to net.7, all gathered once", toy, toy, False, once),
+        ("layers.0 to layers.10 without layers.1", long[:1] + long[2:], long, True, whole_names),
+    ]
+    for what, wrapped, blocks, again, hint in cases:
+        gathered = ["root", *wrapped, *(wrapped[::-1] if again else [])]
+        asked = f"for {what}, {judge.answer_name(answer)}"
+        found = judge.call_answer(answer, gathered, [*blocks], in_words=asked)
+        right = [index for index, block in enumerate(blocks) if block not in wrapped]
+        said = f"{asked} gave {judge.value_text(found)}"
+        is_list = isinstance(found, list) and all(type(each) is int for each in found)
+        judge.expect(is_list, f"{said}, not a list of whole numbers")
+        judge.expect(sorted(found) == right, said, right, hint)
+    return judge.passing_verdict(f"{len(cases)} steps agree")
 
-    Raise ValueError unless the run left out one block.
-    """
-    forgotten = [*result.params.get("skip", ())]
-    entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
-    if seed is not None:
-        blocks = sum(entry.class_counts[name] for name in entry.block_types)
-        forgotten.append(random_block_index(seed, blocks))
-    if len(forgotten) != 1:
-        rule = "this check takes a run that forgot one block, such as skip=(1,)"
-        raise ValueError(f"skip = {tuple(forgotten)}: {rule}")
-    right, index = forgotten[0], judge.call_answer(answer)
-    text = judge.value_text(index)
-    said = f"{judge.answer_name(answer)}() gave {text}"
-    is_index = type(index) is not bool and isinstance(index, Integral) and int(index) >= 0
-    judge.expect(is_index, f"{said}, not the index of a block: count from 0")
-    is_position = result.params["model"] == "toy" and index == right + FIRST_BLOCK_POSITION
-    problem = f"{said}: {text} is its position in the model, not its number"
-    judge.expect(not is_position, problem, hint="Blocks 0–8 stand at positions 4–12.")
-    hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
-    problem = f"{said}, but block {text} was wrapped or is not there"
-    judge.expect(index == right, problem, hint=hint)
-    return judge.passing_verdict(f"block {index} stayed with the root")
+
+def hidden_gather_ms(result: labkit.RunResult) -> float:
+    """Return the milliseconds for which rank 0 computes while an all-gather is on its way."""
+    bars = result.frame.query("kind == 'bar' and rank == 0")
+    ends = bars.assign(end_us=bars["start_us"] + bars["dur_us"])
+    computing = ends[ends["lane"] == "compute"]
+    hidden_us = 0.0
+    for gather in ends[ends["phase"] == "all_gather"].itertuples():
+        first = computing["start_us"].clip(lower=gather.start_us)
+        last = computing["end_us"].clip(upper=gather.end_us)
+        hidden_us += float((last - first).clip(lower=0).sum())
+    return hidden_us / 1000
 
 
 @exercise
@@ -277,7 +294,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
         _expect_reduced_once(output["sent"], shared, ranks, said)
 
     judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s)
-    seen = "shared gradients are the mean, the experts' their own, divided"
+    seen = "shared gradients are the mean, and those of experts their own, divided"
     return judge.passing_verdict(f"as asked on {SIZES_TEXT} ranks: {seen}")
 
 

@@ -1,18 +1,12 @@
 """Lab 2b."""
 
 import functools
-from types import SimpleNamespace
 
 import answers
 from answers import Exercise
 from labkit_course.checks import fsdp_at_work as checks
 
 changed = functools.partial(answers.changed, "02b")
-
-
-def forgotten_block(answer):
-    riddle = SimpleNamespace(params={"skip": (), "forget": 2026, "model": "toy"})
-    return checks.missing_block(answer, riddle)
 
 
 ALL = "for parameter in model.parameters():\n    dist.all_reduce(parameter.grad)\n    parameter.grad /= ranks"
@@ -74,6 +68,9 @@ EXERCISES = [
             ),
             "for a gradient missing, gradients_agree gave True": f"return all(bool({CLOSE}) for name in mine)",
             "for no gradient at all, gradients_agree gave True": changed("gradients_agree", (" or not mine", "")),
+            "for a gradient of shape (1,) beside one of (3,), gradients_agree gave True": changed(
+                "gradients_agree", ("mine[name].shape != reference[name].shape", "False")
+            ),
             "for a reference of infinity, gradients_agree gave True": changed(
                 "gradients_agree", ("error.isfinite() and ", "")
             ),
@@ -81,12 +78,21 @@ EXERCISES = [
     ),
     Exercise(
         "2b.3",
-        "forgotten",
-        forgotten_block,
+        "forgotten_blocks",
+        checks.forgotten_blocks,
         {
-            "forgotten() gave 0, but block 0 was wrapped": "return 0",
-            "forgotten() gave 5: 5 is its position in the model": "return 5",
-            "forgotten() gave 'net.5', not the index of a block": "return 'net.5'",
+            "for net.4 to net.7 without net.6, forgotten_blocks gave [6]": (
+                "return [int(block.split('.')[1]) for block in blocks if block not in gathered]"
+            ),
+            "for net.4 to net.7 without net.4 and net.7, forgotten_blocks gave [0]": (
+                "return [index for index, block in enumerate(blocks) if block not in gathered][:1]"
+            ),
+            "for blocks net.4 to net.7, all gathered once, forgotten_blocks gave [0, 1, 2, 3]": (
+                "return [index for index, block in enumerate(blocks) if gathered.count(block) != 2]"
+            ),
+            "for layers.0 to layers.10 without layers.1, forgotten_blocks gave []": (
+                "return [index for index, block in enumerate(blocks) if block not in ' '.join(gathered)]"
+            ),
         },
     ),
     Exercise(
@@ -104,7 +110,7 @@ EXERCISES = [
                 "return [block]"
             ),
             "tied_unit(model, 'embedding'), where the output layer's weight is a copy": changed(
-                "tied_unit", ("id(p) in own", "any(p.equal(q) for q in block.parameters())")
+                "tied_unit", ("p in own", "any(p.equal(q) for q in block.parameters())")
             ),
         },
     ),
