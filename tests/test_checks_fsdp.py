@@ -8,6 +8,7 @@ from fixture_long import long_but
 
 import labkit
 from labkit.parallel.units import modules_sharing_weights
+from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit_course.checks import fsdp as checks
 from labkit_course.checks import fsdp_at_work as at_work
@@ -217,6 +218,20 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
 )  # fmt: skip
 def test_forgotten_blocks_are_those_without_an_all_gather(body, expected, answer):
     assert repr(at_work.forgotten_blocks(answer("forgotten_blocks", body))).startswith(expected)
+
+
+def test_an_all_gather_is_hidden_while_its_own_rank_computes(tmp_path):
+    bars = [
+        (0, "compute", "forward", 0, 3000),
+        (0, "communication", "all_gather", 2000, 4000),  # 1 ms behind the first bar, 2 behind the second
+        (0, "compute", "backward", 4000, 9000),
+        (0, "communication", "reduce_scatter", 5000, 9000),
+        (0, "communication", "all_gather", 20_000, 1000),
+        (1, "compute", "forward", 0, 30_000),
+    ]
+    names = ("rank", "lane", "phase", "start_us", "dur_us")
+    lines = [{"kind": "bar", "name": "net.4", "step": 3} | dict(zip(names, bar, strict=True)) for bar in bars]
+    assert at_work.hidden_gather_ms(RunResult(tmp_path, {"nproc": 2}, lines, [])) == 3
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):

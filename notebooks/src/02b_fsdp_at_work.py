@@ -11,6 +11,7 @@
 # be read in any order, but for section 9, which uses your test of section 3.
 
 # %% tags=["nbval-ignore-output"]
+import copy
 import tempfile
 
 import torch
@@ -129,7 +130,7 @@ widgets.WrappingExplorer()
 # | a unit's gradients are complete | its gathered parameters are freed |
 # | they become one flat row | a row as large as the whole unit is made, and the gradients are dropped |
 # | there must be room for the result | this rank's share of the unit's gradients, which stays to the end of the step |
-# | reduce-scatter | a second copy of the row, made by Gloo, the backend for CPUs (NCCL, on GPUs, makes none) |
+# | reduce-scatter | a second copy of the row, made by Gloo, the backend for CPUs (NCCL, on GPUs, needs none of that size) |
 #
 # The network of this lab has three blocks, whose inner widths are 3, 4 and 3 times `DIM`. How many bytes are held at its peak? It
 # lies at the reduce-scatter of one of the units.
@@ -254,8 +255,8 @@ mesh = init_device_mesh("cpu", (2,))
 samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))  # of both ranks together
 for factor in (2, 1):
     torch.manual_seed(1)
-    alone, sharded = nn.Linear(4, 3), nn.Linear(4, 3)
-    sharded.load_state_dict(alone.state_dict())
+    alone = nn.Linear(4, 3)
+    sharded = copy.deepcopy(alone)
     fully_shard(sharded, mesh=mesh)
     mine = whole_gradients(sharded, samples.chunk(2)[dist.get_rank()], factor=factor)
     print(f"{factor} times the gradients agree:", gradients_agree(mine, whole_gradients(alone, samples)))
@@ -540,7 +541,8 @@ claim("three ranks have the losses of two", went_on[0] == went_on[1])
 claim("one device begins there, too", went_on[0][0] == f"{loss_of(on_one_device):.5f}")
 
 # %% [markdown]
-# All three losses are equal, and the second and third depend on Adam's state, which must have come along.
+# Three ranks have the losses of two. The second and third depend on Adam's state, so it has come along. One device begins
+# with the same loss.
 #
 # *Takeaway: let each rank write its part, and load it on any number of ranks.*
 #
@@ -553,8 +555,7 @@ claim("one device begins there, too", went_on[0][0] == f"{loss_of(on_one_device)
 # ### Exercise 4: who must share a unit? (••, {minutes} minutes)
 #
 # Return the block, and behind it all modules of `model` outside of the block that hold one of its parameters themselves.
-# Two parameters are tied if they are the same object; equal values are
-# not enough.
+# Two parameters are tied if they are the same object; equal values are not enough.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -599,8 +600,7 @@ mesh, tokens = init_device_mesh("cpu", (2,)), torch.arange(10).view(1, 10).split
 for how in ("each alone", "tied_unit"):
     torch.manual_seed(0)
     alone = TransformerWithSharedParams(dropout=0.0, add_bn=False)
-    sharded = TransformerWithSharedParams(dropout=0.0, add_bn=False)
-    sharded.load_state_dict(alone.state_dict())
+    sharded = copy.deepcopy(alone)
     embedding, head = sharded.embed_tokens, sharded.output_proj
     try:
         for unit in [[embedding], [head]] if how == "each alone" else [tied_unit(sharded, embedding) or [embedding]]:
@@ -643,7 +643,8 @@ dist.destroy_process_group()
 #
 # <details><summary>Hint</summary>
 #
-# Go through `model.parameters()`. All ranks must call the same all-reduces in the same order.
+# Go through `model.parameters()`. All ranks must call the same all-reduces in the same order. `experts` is a set, which
+# finds a parameter by identity.
 #
 # </details>
 
