@@ -165,6 +165,12 @@ def test_a_name_that_would_meet_the_one_before_goes_below():
     assert labels["8"].get_position()[1] > labels["7"].get_position()[1], "the axis points down"
 
 
+def test_a_name_that_has_no_room_above_and_below_is_left_out():
+    starts = {"6": 30, "7": 30.2, "8": 30.4, "9": 60}
+    bars = [("communication", "all_gather", f"layers.{each}", start, 0.1) for each, start in starts.items()]
+    assert texts(figures.timeline(run(1, bars))) == ["6", "7", "9"]
+
+
 def test_a_single_rank_is_said_to_send_nothing():
     said, bars = " one rank sends nothing", [each for each in BARS if each[0] == "compute"]
     assert said in texts(figures.timeline(run(1, bars)))

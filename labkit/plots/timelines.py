@@ -171,8 +171,8 @@ def _draw_lane(ax: Axes, bars: pandas.DataFrame, top: float) -> None:
     """Draw bars and their names: inside where they fit, else, for all-gathers, above or below."""
     left, right = ax.get_xlim()
     a_point = (right - left) * ax.figure.dpi / 72 / ax.get_window_extent().width  # in ms
-    # Where the last name above this lane ends, ms.
-    reach = 0.0
+    # Where the last names above and below this lane end, ms.
+    reach, below = 0.0, left - right
     for bar, (slot, slots) in zip(bars.itertuples(), _overlap_slots(bars), strict=True):
         upper, height = top + 0.8 * slot / slots, 0.8 / slots
         colour = BAR_COLOURS.get(bar.phase, style.GREY)
@@ -183,12 +183,13 @@ def _draw_lane(ax: Axes, bars: pandas.DataFrame, top: float) -> None:
         if text and bar.length > 2 * (half + a_point):
             look = {"fontsize": 8, "color": style.text_colour(colour), **style.CENTRED}
             ax.text(middle, upper + height / 2, text, **look)
-        # Names of all-gathers are always shown, since they tell which unit is gathered.
+        # All-gathers too short for their names have them above, else below, if there is room.
         elif bar.phase == "all_gather" and middle - half >= reach:
             ax.text(middle, upper, text, fontsize=7, **style.ON_TOP)
             reach = middle + half
-        elif bar.phase == "all_gather":
+        elif bar.phase == "all_gather" and middle - half >= below:
             ax.text(middle, upper + height + 0.2, text, ha="center", va="top", fontsize=7)
+            below = middle + half
 
 
 def _overlap_slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
