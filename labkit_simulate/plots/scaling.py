@@ -143,6 +143,39 @@ def estimate_accuracy(
     return _add_note(ax, note)
 
 
+def accuracy_by_hosts(
+    ratios: Mapping[str, Sequence[tuple[int, float]]],
+    *,
+    within: float,
+    note: str,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw estimated over published by number of hosts, both on logarithmic axes.
+
+    Args:
+        ratios: number of hosts and ratio of each case, by label; labels stand beside each other.
+        within: factor of the grey band.
+        note: what was published, and by whom.
+        ax: see ``plots``.
+    """
+    ax = style.make_axes(ax, 6.5, 3.4)
+    ax.axhspan(1 / within, within, color=style.GREY, alpha=0.15, lw=0)
+    ax.axhline(1.0, color=style.GREY, lw=1)
+    for shift, (label, cases), colour in zip(
+        (0.97, 1.03), ratios.items(), (style.BLUE, style.EXPOSURE_COLOUR), strict=False
+    ):
+        places = [shift * count for count, _ in cases]
+        values = [ratio for _, ratio in cases]
+        ax.plot(places, values, "o", ms=5, alpha=0.6, color=colour, label=label)
+    ticks = (0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+    ax.set(xscale="log", yscale="log", xlabel="hosts", ylabel="estimated / published")
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.yaxis.set_minor_locator(NullLocator())
+    _label_gpu_counts(ax, sorted({count for cases in ratios.values() for count, _ in cases}))
+    style.add_legend_above(ax, 2)
+    return _add_note(ax, note)
+
+
 def _label_gpu_counts(ax: Axes, counts: Sequence[int]) -> None:
     """Label an axis with numbers of GPUs instead of powers of ten."""
     ax.set_xticks(counts, [f"{count:,}" for count in counts])

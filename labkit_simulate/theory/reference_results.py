@@ -234,6 +234,26 @@ TORCHTITAN_TENSOR_RESULTS = (
 """FSDP over 8 or 32 groups of TP 8."""
 
 
+def estimated_over_published(slower: float = 1.0) -> list[tuple[int, float]]:
+    """Return hosts, and estimated over published seconds, of each row that lab 6b predicts.
+
+    They are IBM's, vTrain's but the first, and torchtitan's with tensor parallelism.
+
+    Args:
+        slower: how many times as long everything takes on the links.
+    """
+    pairs = []
+    for row in IBM_RESULTS:
+        hosts = row.hardware.with_links(row.hardware.links.slower(slower))
+        step_s = row.training.estimate_step(hosts).time.step_s
+        pairs.append((row.training.ranks // 8, step_s * row.tokens_per_s / row.training.tokens))
+    for line in (*VTRAIN_RESULTS[1:], *TORCHTITAN_TENSOR_RESULTS):
+        hosts = line.hosts.with_links(line.hosts.links.slower(slower))
+        step_s = line.setup.estimate_step(hosts).step_s
+        pairs.append((line.setup.ranks // 8, step_s / line.step_s))
+    return pairs
+
+
 def fit_matmul_share(row: ReferenceResult) -> float:
     """The share of the peak that matrix products must reach for a prediction to be what was
     measured.

@@ -43,30 +43,63 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
     return ends[-1]
 
 
-def unbeaten(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
+def backward_s(
+    gathers_s: Sequence[float], computes_s: Sequence[float], reduces_s: Sequence[float]
+) -> float:
+    """Return the seconds of a backward pass, whose gathers and reduce-scatters share a stream.
+
+    The stream's order is gather 0, gather 1, reduce 0, gather 2, reduce 1, gather 3 and so on. A
+    unit computes once it is gathered and the previous unit has computed; its reduce-scatter starts
+    once it has computed.
+
+    Args:
+        gathers_s: seconds of each unit's gather, in the order of the backward pass.
+        computes_s: the same of its computation.
+        reduces_s: the same of its reduce-scatter.
+    """
+    gathered = sent = gathers_s[0]
+    computed = 0.0
+    for compute_s, reduce_s, next_s in zip(
+        computes_s, reduces_s, [*gathers_s[1:], 0.0], strict=True
+    ):
+        sent += next_s
+        computed = max(computed, gathered) + compute_s
+        gathered, sent = sent, max(sent, computed) + reduce_s
+    return sent
+
+
+def unbeaten(steps: Mapping[str, Mapping[str, float]], margin: float = 0.0) -> list[str]:
     """Return the ways that no other way beats on every network.
 
     Args:
         steps: seconds by way and network; every way has the same networks.
+        margin: by how much a way must be quicker to beat another, as a fraction.
     """
     return [
         way
         for way, mine in steps.items()
-        if not any(all(other[each] < mine[each] for each in mine) for other in steps.values())
+        if not any(
+            all((1 + margin) * other[each] < mine[each] for each in mine)
+            for other in steps.values()
+        )
     ]
 
 
-def robust(speeds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the way that keeps most of the best speed on the network that is worst for it.
+def robust(steps: Mapping[str, Mapping[str, float]], tie: float = 0.0) -> list[str]:
+    """Return the ways whose worst share of the best speed is largest, best first.
 
     Args:
-        speeds: by way and network; every way has the same networks.
+        steps: seconds by way and network; every way has the same networks.
+        tie: how far the worst share may lie below the largest one.
     """
-    networks = list(next(iter(speeds.values())))
-    best = {network: max(each[network] for each in speeds.values()) for network in networks}
-    return max(
-        speeds, key=lambda way: min(speeds[way][network] / best[network] for network in networks)
-    )
+    networks = list(next(iter(steps.values())))
+    best = {network: min(each[network] for each in steps.values()) for network in networks}
+    worst = {
+        way: min(best[network] / each[network] for network in networks)
+        for way, each in steps.items()
+    }
+    order = sorted(worst, key=lambda way: -worst[way])
+    return [way for way in order if worst[way] >= worst[order[0]] - tie]
 
 
 def sharded_step_s(

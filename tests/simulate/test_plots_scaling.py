@@ -43,3 +43,15 @@ def test_predictions_stand_at_their_ratio_within_the_band():
     assert low < 1 / 1.5 and high > 2.0
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     assert (ax.patches[0].get_x(), ax.patches[0].get_width()) == pytest.approx((1 / 1.5, 1.5 - 1 / 1.5))
+
+
+def test_ratios_stand_over_their_number_of_hosts_and_the_labels_beside_each_other():
+    ax = plots.accuracy_by_hosts(
+        {"as it is": [(8, 1.0), (32, 0.5)], "slower": [(8, 2.0), (32, 3.0)]}, within=1.25, note="x"
+    )
+    (first, second) = (line for line in ax.lines if line.get_marker() == "o")
+    assert list(first.get_ydata()) == [1.0, 0.5] and list(second.get_ydata()) == [2.0, 3.0]
+    assert list(first.get_xdata()) == pytest.approx([8, 32], rel=0.05)
+    assert all(left < right for left, right in zip(first.get_xdata(), second.get_xdata(), strict=True))
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "32"]
+    assert (ax.patches[0].get_y(), ax.patches[0].get_height()) == pytest.approx((0.8, 0.45))

@@ -16,6 +16,19 @@ def test_a_forward_pass_ends_where_the_program_of_fsdp_ends_its_own(gathers, com
     assert simulation.forward_s(gathers, computes) == pytest.approx(bars[-1].end_s)
 
 
+@pytest.mark.parametrize("gathers", [[1.0, 1.0, 1.0, 1.0], [3.0, 0.5, 2.0, 7.0], [0.1, 5.0, 0.2, 4.0]])
+@pytest.mark.parametrize("computes", [[1.0, 1.0, 1.0, 1.0], [4.0, 1.0, 1.0, 2.0], [0.3, 0.2, 6.0, 0.1]])
+@pytest.mark.parametrize("reduces", [[1.0, 1.0, 1.0, 1.0], [6.0, 0.2, 3.0, 5.0], [0.0, 7.0, 0.1, 2.0]])
+def test_a_backward_pass_ends_where_the_program_of_fsdp_ends_its_own(gathers, computes, reduces):
+    order = [*zip(gathers, computes, reduces, strict=True)]
+    units = [
+        UnitTimes(str(index), gather, 0.0, back, reduce) for index, (gather, back, reduce) in enumerate(order[::-1])
+    ]
+    step = schedule_tasks(fsdp_tasks(units))
+    begins = max(bar.end_s for bar in step.bars if bar.name.startswith("forward"))
+    assert simulation.backward_s(gathers, computes, reduces) == pytest.approx(step.step_s - begins)
+
+
 def test_the_fewest_hosts_are_enough_and_one_less_are_not():
     for shared, own in ((1e12, 1e10), (3e11, 7e10), (5e8, 1.0)):
         hosts = simulation.fewest_hosts(shared, own, 8e10)
@@ -27,13 +40,16 @@ def test_the_fewest_hosts_are_enough_and_one_less_are_not():
 def test_a_way_is_ruled_out_only_if_one_other_is_quicker_on_every_network():
     steps = {"a": {"14": 1.0, "434": 9.0}, "b": {"14": 2.0, "434": 3.0}, "c": {"14": 2.0, "434": 3.5}}
     assert simulation.unbeaten(steps) == ["a", "b", "c"], "a tie on one network is no victory"
-    assert simulation.unbeaten(steps | {"d": {"14": 1.5, "434": 2.0}}) == ["a", "d"]
+    steps["d"] = {"14": 1.5, "434": 2.0}
+    assert simulation.unbeaten(steps) == ["a", "d"]
+    assert simulation.unbeaten(steps, margin=0.4) == [*"abcd"], "b and c take only a third longer than d on one network"
 
 
-def test_the_robust_way_keeps_most_where_it_is_worst():
-    speeds = {"near": {"14": 100.0, "434": 20.0}, "far": {"14": 80.0, "434": 50.0}, "all": {"14": 95.0, "434": 45.0}}
-    assert simulation.robust(speeds) == "all"
-    assert simulation.robust({way: each for way, each in speeds.items() if way != "all"}) == "far"
+def test_the_robust_ways_keep_most_where_they_are_worst_and_ties_stay():
+    steps = {"near": {"14": 1.0, "434": 5.0}, "far": {"14": 1.25, "434": 2.0}, "all": {"14": 1.05, "434": 2.2}}
+    assert simulation.robust(steps) == ["all"]
+    assert simulation.robust(steps, tie=0.12) == ["all", "far"]
+    assert simulation.robust({way: each for way, each in steps.items() if way != "all"}) == ["far"]
 
 
 def test_groups_of_middle_size_are_quickest_where_the_network_is_slow():
