@@ -74,7 +74,7 @@ IN_THE_NOTEBOOK = [
     (simulation.fewest_hosts, ()),
     (simulation.chosen, ()),
     (step_time.forward_s, ()),
-    (step_time.unbeaten, ()),
+    (step_time.backward_s, ()),
     (step_time.robust, ()),
     (step_time.defence, ()),
 ]

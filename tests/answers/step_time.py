@@ -3,14 +3,10 @@
 from answers import Exercise, changed
 from labkit_course.checks import step_time as checks
 
-FIRST_TABLE = "unbeaten({'a': {'near': 1.0, 'far': 2.0}, 'b': {'near': 3.0, 'far': 4.0}}) gave "
-SECOND_TABLE = (
-    "unbeaten({'a': {'near': 1.0, 'far': 9.0}, 'b': {'near': 2.0, 'far': 3.0}, 'c': {'near': 2.5, 'far': 8.0}}) gave "
-)
-THIRD_TABLE = "unbeaten({'a': {'x': 5.0, 'y': 5.0, 'z': 5.0}, 'b': {'x': 4.0, 'y': 6.0, 'z': 4.0}"
-FIRST = "robust({'a': {'near': 90.0, 'far': 40.0}, 'b': {'near': 100.0, 'far': 10.0}}) gave 'b'"
-SECOND = "robust({'a': {'near': 60.0, 'far': 40.0}, 'b': {'near': 100.0, 'far': 35.0}}) gave 'a'"
-DEFENCE = 'return {{"shard_over": {}, "low_ms": {}, "high_ms": {}}}'
+NEAR_FAR = "robust({'a': {'near': 1.2, 'far': 2.0}, 'b': {'near': 1.0, 'far': 8.0}}, 0.01) gave ['b']"
+SHARE = "robust({'a': {'near': 2.0, 'far': 8.0}, 'b': {'near': 1.0, 'far': 9.0}}, 0.01) gave ['a']"
+TIED = "robust({'a': {'x': 1.05, 'y': 4.0, 'z': 7.0}"
+DEFENCE = 'return {{"shard_over": {}, "low_ms": {}, "high_ms": {}, "measure_first": {!r}}}'
 EXERCISES = [
     Exercise(
         "6b.1",
@@ -28,19 +24,30 @@ EXERCISES = [
     ),
     Exercise(
         "6b.2",
-        "unbeaten",
-        checks.unbeaten,
+        "backward_s",
+        checks.backward_s,
         {
-            SECOND_TABLE + "['a', 'b', 'c']": (
-                "worst = min(max(each.values()) for each in steps.values())\n"
-                "return [way for way, each in steps.items() if min(each.values()) <= worst]"
+            "backward_s(gathers_s=[1.0], computes_s=[2.0], reduces_s=[4.0]) gave 3.0": (
+                "computed, gathered = 0.0, 0.0\n"
+                "for gather_s, compute_s in zip(gathers_s, computes_s, strict=True):\n"
+                "    gathered += gather_s\n"
+                "    computed = max(computed, gathered) + compute_s\n"
+                "return computed"
             ),
-            THIRD_TABLE: (
-                "networks = next(iter(steps.values()))\n"
-                "return sorted({min(steps, key=lambda way: steps[way][each]) for each in networks})"
+            "backward_s(gathers_s=[1.0, 1.0], computes_s=[3.0, 3.0], reduces_s=[0.5, 0.5]) gave 9.0": (
+                "return sum(gathers_s) + sum(computes_s) + sum(reduces_s)"
             ),
-            FIRST_TABLE + "[]": changed("06b", "unbeaten", ("<", "<=")),
-            FIRST_TABLE + "'a'": "return min(steps, key=lambda way: sum(steps[way].values()))",
+            "backward_s(gathers_s=[1.0], computes_s=[2.0], reduces_s=[4.0]) gave 5.0": changed(
+                "06b", "backward_s", ("max(sent, computed) + reduce_s", "sent + reduce_s")
+            ),
+            "backward_s(gathers_s=[1.0, 1.0, 1.0], computes_s=[2.0, 2.0, 2.0], reduces_s=[4.0, 4.0, 4.0])": (
+                "gathered, computed, sent = 0.0, 0.0, 0.0\n"
+                "for gather_s, compute_s, reduce_s in zip(gathers_s, computes_s, reduces_s, strict=True):\n"
+                "    gathered += gather_s\n"
+                "    computed = max(computed, gathered) + compute_s\n"
+                "    sent = max(sent, computed, gathered) + reduce_s\n"
+                "return sent"
+            ),
         },
     ),
     Exercise(
@@ -48,11 +55,9 @@ EXERCISES = [
         "robust",
         checks.robust,
         {
-            FIRST: "return max(speeds, key=lambda way: max(speeds[way].values()))",
-            SECOND: "return max(speeds, key=lambda way: min(speeds[way].values()))",
-            "robust({'a': {'x': 50.0, 'y': 900.0, 'z': 7.0}": (
-                "return max(speeds, key=lambda way: sum(speeds[way].values()))"
-            ),
+            NEAR_FAR: "return [min(steps, key=lambda way: min(steps[way].values()))]",
+            SHARE: "return [min(steps, key=lambda way: max(steps[way].values()))]",
+            TIED: changed("06b", "robust", (">= worst[order[0]] - tie", "== worst[order[0]]")),
         },
     ),
     Exercise(
@@ -60,12 +65,14 @@ EXERCISES = [
         "defence",
         checks.defence,
         {
-            "it gave (64, 60, 120)": "return 64, 60, 120",
-            "shard_over 24 is refused": DEFENCE.format(24, 60, 120),
-            "shard_over None has": DEFENCE.format(None, 60, 120),
-            "shard_over 8 has": DEFENCE.format(8, 60, 120),
-            "at 14 µs the step may take": DEFENCE.format(64, 75, 120),
-            "30.0 to 300.0 ms is wider": DEFENCE.format(64, 30, 300),
+            "it gave (32, 60, 140)": "return 32, 60, 140",
+            "measure_first is 'share'": DEFENCE.format(32, 60, 140, "share"),
+            "shard_over 24 is refused": DEFENCE.format(24, 60, 140, "cards"),
+            "shard_over None has": DEFENCE.format(None, 60, 140, "cards"),
+            "shard_over 64 has": DEFENCE.format(64, 60, 150, "cards"),
+            "with 14 µs and whole cards the step may take": DEFENCE.format(32, 75, 140, "cards"),
+            "30.0 to 300.0 ms is wider": DEFENCE.format(32, 30, 300, "cards"),
+            "the step depends on latency": DEFENCE.format(32, 60, 140, "latency"),
         },
     ),
 ]
