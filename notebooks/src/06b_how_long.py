@@ -127,7 +127,7 @@ claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 # shorter latency, but a part of each line is no payload. To choose among them, NCCL compares 14, 4 and 2.7 µs a hop
 # between hosts. labkit takes these ratios: 78 µs for Simple become 78 · 2.7 / 14 = 15 µs for LL.
 #
-# With any of them, which the table below compares, a gather takes about
+# With any of them (see the table) a gather takes about
 #
 # 35 µs for the call + hops inside · their latency + hops between · theirs + bytes / (345 GB/s · payload).
 #
@@ -446,7 +446,7 @@ claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[12
 # a latency of 434 µs, with half of each network card, and with Simple alone? With 78 µs, whole cards and NCCL's choice
 # it keeps 57 % (8 blocks; 55 % with all 32).
 #
-# Then turn the figures yourself, and see what twice the tokens on a GPU do about it. The upper figure is one step, the
+# Then turn the figures yourself. What do twice the tokens on a GPU do about it? The upper figure is one step, the
 # lower one what a GPU keeps of its speed. *run it* simulates the same step.
 
 # %% tags=["commit"]
@@ -530,8 +530,8 @@ ranges_ms.rename_axis("shard_over, ms").round(1)
 # %% [markdown]
 # *All the ranges overlap.* But the low end of one range belongs to a quick network and the high end of another to a slow
 # one, while all seven ways would run on the same network. So compare them there: a way is out if some other way beats
-# it on *every* network that you may get. We take four networks, and only a way that is quicker by more than 5 % beats
-# another, since smaller differences are within the error of the model.
+# it on *every* network that you may get. We take four, and 5 % as the margin, since smaller differences are within the
+# model's error.
 
 # %%
 NETWORKS = {"14 µs": (14, 1.0), "78 µs": (78, 1.0), "434 µs": (434, 1.0), "78 µs, half cards": (78, 0.5)}
