@@ -5,6 +5,12 @@ import pytest
 from labkit.theory.links import SIMPLE
 from labkit_simulate.theory import simulation
 from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.reference_results import (
+    IBM_RESULTS,
+    TORCHTITAN_TENSOR_RESULTS,
+    VTRAIN_RESULTS,
+    estimated_over_published,
+)
 from labkit_simulate.theory.step_time import UnitTimes, fsdp_tasks, schedule_tasks
 
 
@@ -72,3 +78,11 @@ def test_another_network_changes_what_it_is_asked_to_change_and_nothing_else():
     assert changed.between.beta_s_per_byte == pytest.approx(2 * gpus.between.beta_s_per_byte)
     assert changed.tuning.protocols == (SIMPLE,) and changed.tuning.network_measured
     assert changed.inside == gpus.inside and changed.matmul_share == gpus.matmul_share
+
+
+def test_each_published_row_but_the_fitted_one_has_its_ratio_and_slower_links_raise_it():
+    ratios, slower = estimated_over_published(), estimated_over_published(4.0)
+    assert len(ratios) == len(IBM_RESULTS) + len(VTRAIN_RESULTS) - 1 + len(TORCHTITAN_TENSOR_RESULTS)
+    row = IBM_RESULTS[1]
+    assert ratios[1] == (row.training.ranks // 8, pytest.approx(row.tokens_per_s / row.estimate_step().tokens_per_s))
+    assert all(quick[1] < slow[1] for quick, slow in zip(ratios, slower, strict=True))
