@@ -26,7 +26,7 @@ GROWING = "n hosts have 8 * n ranks, and n grows from one simulation to the next
 CHOICES: dict[str, Any] = {"checkpointing": ["none", "full"], "batch": [1, 4], "layers": 2}
 PLAN_RANKS = 16
 # The task of exercise 4, and how near to the quickest way an answer has to come.
-RANKS, BUDGET_GIB, SEQUENCE, NEAR = 64, 40.0, 2048, 0.97
+RANKS, BUDGET_GIB, CHOICE_GIB, SEQUENCE, NEAR = 64, 24.0, 40.0, 2048, 0.97
 NAMES = ("shard_over", "batch", "checkpointing")
 
 
@@ -179,9 +179,9 @@ def chosen(answer: Callable[..., Any]) -> Verdict:
     except (ParameterError, TypeError) as error:
         said = f"{shown} is refused: {str(error).partition(chr(10))[0]}"
         raise judge.WrongAnswer(said, expected="values that train.py takes") from None
-    said = f"{shown} needs {needed_gib:.1f} GiB of {BUDGET_GIB:g}"
+    said = f"{shown} needs {needed_gib:.1f} GiB of {CHOICE_GIB:g}"
     hint = "Shard over more ranks, take fewer sequences, or keep less for the backward pass."
-    expect(needed_gib <= BUDGET_GIB, said, f"at most {BUDGET_GIB:g} GiB", hint)
+    expect(needed_gib <= CHOICE_GIB, said, f"at most {CHOICE_GIB:g} GiB", hint)
     best = quickest_by_formula()
     best_speed = max(speed, simulated_choice(*best)[1])
     said += f" and trains {speed:,.0f} tokens a second on a GPU"
@@ -195,7 +195,7 @@ def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> 
     """Return the GiB that a rank of the task needs, and the tokens of a GPU in a second."""
     settings: dict[str, Any] = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
     result = labkit.simulate(TRAIN, world_size=RANKS, hardware=HOSTS, sequence=SEQUENCE, **settings)
-    fit = memory_fit(result, BUDGET_GIB)
+    fit = memory_fit(result, CHOICE_GIB)
     speed = batch * SEQUENCE / result.value("reckoned_step_s")
     return (fit.budget_bytes - fit.margin_bytes) / GIB, speed
 
@@ -215,6 +215,6 @@ def quickest_by_formula() -> tuple[int | None, int, str]:
                     shard_ranks=shard_over,
                 )
                 step = setup.estimate_step(get_hardware(HOSTS))
-                if ALLOCATOR_FACTOR * step.memory_bytes / GIB + RESERVED_GIB <= BUDGET_GIB:
+                if ALLOCATOR_FACTOR * step.memory_bytes / GIB + RESERVED_GIB <= CHOICE_GIB:
                     speeds[shard_over, batch, checkpointing] = step.tokens_per_s
     return max(speeds, key=lambda key: speeds[key])

@@ -218,7 +218,7 @@ from labkit.rank import report
 dist.init_process_group()
 torch.manual_seed(0)  # all ranks draw the same, and each takes its own samples
 samples, alone = torch.randn(dist.get_world_size(), 32, 8), nn.Linear(8, 8)
-model = DistributedDataParallel(copy.deepcopy(alone))
+model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
 model.register_comm_hook(None, hook)
 model(samples[dist.get_rank()]).square().mean().backward()
 alone(samples).square().mean().backward()
