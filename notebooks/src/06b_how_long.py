@@ -175,7 +175,7 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 
 # %% [markdown]
 # *The more hosts there are, the more the shorter latency is worth: one host takes Simple, 8 take LL128, and 128 take
-# LL. There the gather takes four times as long as on one host, and with Simple it would take twelve times as long.*
+# LL.* There the gather takes four times as long as on one host, and with Simple it would take twelve times as long.
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes. Whoever estimates it must choose the protocol
 # as NCCL does.*
@@ -341,8 +341,8 @@ for place, (name, result) in enumerate(steps.items()):
 plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.03, column="in the record")
 
 # %% [markdown]
-# *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer, and two
-# thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter.* Your
+# *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer.* Two
+# thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. Your
 # functions and the record follow the same rule, so they agree: that tests your functions, and not the rule.
 #
 # *Takeaway: messages hide as long as a unit computes for longer than the stream needs for what it sends meanwhile: one

@@ -393,8 +393,8 @@ slow_link.ask("times")
 slow_link.ask("links")
 
 # %% [markdown]
-# *The straggler computes for 60 ms, while with the slow link nobody computes longer, but rank 2's swap takes 60 ms, because it waits for what rank 3 sends.* A receiver shows the wait,
-# and the link from its sender makes it. On a cluster send to it from a third rank, too: if that is
+# *The straggler computes for 60 ms, while with the slow link nobody computes longer, but rank 2's swap takes 60 ms, because it waits for what rank 3 sends.* A receiver shows the wait, and the
+# link from its sender makes it. On a cluster send to it from a third rank, too: if that is
 # as slow, it is the receiver's card.
 #
 # If the slow rank stays the same when the data move, it is the machine: a hot GPU, a slow disk, a neighbour. On GPUs
@@ -421,8 +421,8 @@ born = KnownFault("nan", rank=2)
 born.ask("losses")
 
 # %% [markdown]
-# *Weights: equal at the start, and rank 1 alone differs at the end. The other three agree, on wrong numbers: they averaged
-# what rank 1 sent. Losses: in step 3 only rank 2 has a NaN; one step later all ranks do.*
+# *Weights: equal at the start, and rank 1 alone differs at the end. Losses: in step 3 only rank 2 has a NaN; one step
+# later all ranks do.* The other three agree on wrong numbers, since they averaged what rank 1 sent.
 #
 # A **parity check** asks the second question: it trains the same network on one device and compares tensor by tensor.
 # PyTorch calls `average` whenever a gradient is complete, so three ways to average are three short functions.
