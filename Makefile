@@ -65,6 +65,9 @@ dist: $(INSTALLED) ## the sdist and the wheel, in dist/, as a package index take
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
+# Without bytecode on disk each of a test's processes would compile all files again: make check takes twice as long.
+check test compat-here: export PYTHONDONTWRITEBYTECODE :=
+
 # Tests run in four parts, because some disturb each other. A failed part does not keep the next from running. The marks
 # are explained in pyproject.toml; CALM and ALONE spare pytest the reading of files that hold none of the part's tests.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2

@@ -568,7 +568,7 @@ def gather_once(model) -> dict[str, object]:
     return each_gathers(model) | colwise | {"blocks.*.*_norm": gather}
 
 
-# %%
+# %% tags=["summary"]
 PAIR, rows = SETUP | {"nproc": 2, "tp": 2, "network": "transformer"}, {}
 for plan in (whole_sequence, each_gathers, gather_once):
     row = rows.setdefault(plan.__name__, {})
