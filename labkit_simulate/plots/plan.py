@@ -89,7 +89,7 @@ def candidate_scatter(
     of_what = f"estimated time of a step / {per}" if per else "estimated time of a step"
     ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"{of_what}, {unit}")
     ax.set_ylim(bottom=0)
-    ax.set_xlim(left=0)
+    ax.set_xlim(0, 1.05 * max(budget_bytes / GIB, *(row["x"] for row in rows)))
     if marks:
         style.add_legend_above(ax, len(MARK_COLOURS))
     return ax
