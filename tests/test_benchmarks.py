@@ -83,7 +83,7 @@ def test_experiments_of_the_gpu_benchmark_come_out_right_without_a_gpu(bench, tm
 @pytest.mark.long
 def test_what_the_gpu_benchmark_has_asked_is_on_disk_when_it_is_killed(tmp_path):
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu.py"
-    for printed in (1, 3, 8):
+    for printed in (1, 3):
         folder = tmp_path / f"{printed}"
         command = [sys.executable, str(script), "--device", "cpu", "--preset", "small", "--folder", str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:

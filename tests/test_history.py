@@ -287,7 +287,7 @@ def test_signs_that_a_terminal_obeys_are_not_shown(place):
 
 
 @pytest.mark.long  # seconds to make them
-def test_ten_thousand_runs_are_listed_within_a_second(place):
+def test_ten_thousand_runs_are_listed_in_little_more_than_it_takes_to_read_them(place):
     """Measured on files as a run leaves them; those that no list needs are links, which are quicker to make."""
     first = recorded(place, 0)
     text = (first / "run.json").read_text()
@@ -298,13 +298,16 @@ def test_ten_thousand_runs_are_listed_within_a_second(place):
         with open(f"{folder}/run.json", "w") as file:
             file.write(text.replace('"width": 8', f'"width": {number}'))
         os.link(first / "rank_00000.log", f"{folder}/rank_00000.log")
-    times = []
-    for _ in range(3):
-        begun = time.process_time()  # not the time that others beside this test take
+    times_s, reading_s = [], []
+    for _ in range(3):  # in turn, and of the processor alone, since others run beside this test
+        begun = time.process_time()
         found = history.find_runs()
-        times.append(time.process_time() - begun)
+        times_s.append(time.process_time() - begun)
+        for each in found:
+            json.loads((each.folder / "run.json").read_bytes())
+        reading_s.append(time.process_time() - begun - times_s[-1])
     assert len(found) == 10_000
-    assert min(times) < 1, times
+    assert min(times_s) < 3 * min(reading_s), (times_s, reading_s)
     command = [sys.executable, "-m", "labkit", "runs", "--limit", "5"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.stdout.splitlines()[-1] == f"5 of 10,000 runs in {place}"
