@@ -157,7 +157,7 @@ def accepted_by_program(call):
 
 @pytest.mark.long  # what they run, the solved notebooks run, too; an empty answer is judged in test_exercises.py
 @pytest.mark.notebook
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lab", [lab for lab in LABS if lab.name not in ELSEWHERE], ids=lambda lab: lab.name)
 def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_values(lab, tmp_path, monkeypatch):
     values = read_small_values(lab.name)

@@ -164,7 +164,8 @@ claim("the third leaves another one", all(each[2] > 0.1 for each in errors))
 # Gradients are noisy: another batch would give others. So it often does no harm to round them for the journey, and DDP
 # takes a **communication hook**, a function that sends a bucket in its own way:
 #
-# - `bucket.buffer()` holds the bucket's gradients, flattened into one tensor, and `bucket.index()` is its number.
+# - `bucket.buffer()` holds the bucket's gradients, flattened into one tensor.
+# - `state` is what you hand over at registration; here it is None.
 # - The hook asks for the all-reduce and returns a **future**, a promise of the result, without waiting for it.
 #   `handle.get_future()` is one, and `.then(f)` makes a new one, whose result is what `f` returns. `f` gets the old
 #   future, and its `value()` is a list of the tensors that arrived.
@@ -204,7 +205,8 @@ def half_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 # %%
 verdict_hook = checks.half_hook(half_hook)
-hook = half_hook if verdict_hook.ok else default_hooks.bf16_compress_hook
+# PyTorch's own, in a lambda: by its name DDP would refuse it without a GPU.
+hook = half_hook if verdict_hook.ok else lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
 verdict_hook
 
 # %% [markdown]
@@ -362,7 +364,8 @@ widgets.BucketExplorer()
 #
 # By default `torch.compile` cuts a DDP model where buckets end (lab 4). The part that does it, DDPOptimizer, plans
 # buckets of its own from `bucket_cap_mb`: from the last layer on, a bucket closes once it holds that size, but the
-# first one once it holds 1 MiB. So there are two plans. DDPOptimizer's decides which backward program computes a
+# first one once it holds 1 MiB. The reducer of an uncompiled DDP closes every bucket at that size; only if none is given, its first closes at 1 MiB.
+# So there are two plans. DDPOptimizer's decides which backward program computes a
 # gradient, and the reducer's with which others the gradient travels.
 #
 # Take four layers of 600 × 600, `fc1` to `fc4`, each of 1.38 MiB, and `bucket_cap_mb=2`. Commit: how many backward
@@ -453,8 +456,8 @@ claim("all ranks log the same", all(rank.reported == logs for rank in logged.ran
 # closes at 1 MiB, as DDPOptimizer's does. And without cuts every bucket leaves after the only program. Within a program
 # gradients come in an order of their own.
 #
-# Is it enough that the first bucket leaves early? The network runs under emulation: forward pass 80 ms, backward 320,
-# alpha 20 ms, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
+# Is it enough that the first bucket leaves early? The network runs under emulation: forward pass 80 ms, backward 320, alpha 20
+# ms in two hops, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
 # and with the size left out? The logs say what travels in the last bucket: in two of the cases `fc1.bias` alone. Neglect its bytes,
 # but not its alpha.
 
@@ -494,7 +497,7 @@ claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
 # Each program computes 80 ms for a layer, after a forward pass of 80. So by the logs
 #
 # - with 1 MiB `fc1` leaves when the last program ends, after 400 ms, takes 20 + 40, and its bias 20 more: 480 ms;
-# - with 2 MiB `fc4` and `fc3` leave after 320 ms, and two buckets of 20 + 80 and a bias of 20 follow each other: 540 ms;
+# - with 2 MiB the first two layers leave after 320 ms; two buckets of 20 + 80 and a bias of 20 follow each other: 540 ms;
 # - with the size left out three layers leave after 400 ms, in one bucket of 20 + 3 · 40: 540 ms.
 #
 # So an early first bucket is not enough: what leaves after the last program is exposed. The smallest of the three sizes
@@ -540,7 +543,8 @@ extra = fused.value("all_reduce_count") - plain.value("all_reduce_count")
 claim("one bucket more than with the reducer", extra == 1)
 
 # %% [markdown]
-# There is one bucket more than with the reducer, because `fc4.weight` is larger than 1 MiB and travels alone.
+# There is one bucket more than with the uncompiled reducer of section 3. A weight comes before its bias here, so
+# `fc4.weight`, which is larger than 1 MiB, travels alone.
 #
 # Below is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown, and the
 # `return`. `bufN` are tensors that the program makes, and `argN` its inputs. Beside them stands what they hold, as far
@@ -651,8 +655,7 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # </details>
 # <details><summary>2. A model has 340 million parameters, and no bucket hides its messages. You double the batch of a rank. What changes?</summary>
 #
-# The backward pass takes twice as long, and the bytes are the same. If the bytes alone fit into it now, a bucket hides
-# them.
+# The backward pass takes twice as long, and the bytes are the same. If the bytes alone fit into it now, some size of bucket may hide most of them.
 #
 # </details>
 # <details><summary>3. A compiled program has all its waits at the end. Is that wrong?</summary>
