@@ -124,7 +124,7 @@ widgets.WrappingExplorer()
 # Here is the ledger of lab 2's small FSDP, activations left out. `units` are the bytes of each unit's parameters, in
 # the order of the forward pass. The previous step's gradients are dropped before the forward pass begins.
 #
-# | event, from the last unit to the first | in the ledger |
+# | event of a unit's backward pass | in the ledger |
 # |---|---|
 # | always there | this rank's share of the parameters, and of Adam's two numbers for each |
 # | a unit's gradients are complete | its gathered parameters are freed |
@@ -282,7 +282,8 @@ for prefetch in (False, True):
 
 # %% [markdown]
 # *One rank without prefetching, and with it; the numbers are those of the blocks. Exposed time is underlined. With
-# prefetching some all-gathers lie below computing. On CPU ranks the backward pass waits for every reduce-scatter.*
+# prefetching some all-gathers lie below computing.* Since they use the same cores, both take longer. And on CPU ranks the
+# backward pass waits for every reduce-scatter.
 #
 # The raw traces are in the folder of the run, and ui.perfetto.dev opens them.
 #
@@ -548,9 +549,8 @@ claim("one device begins there, too", went_on[0][0] == f"{loss_of(on_one_device)
 #
 # ## 9. Tied weights ({minutes} minutes)
 #
-# Language models often use one matrix twice: to embed tokens, and to predict them. If the two modules were in different
-# units, each would gather a copy of its own and reduce only its own part of the gradient. `fully_shard` takes a list
-# instead: `fully_shard([embedding, head])` makes one unit of both.
+# Language models often use one matrix twice: to embed tokens, and to predict them. If the two modules are in different units,
+# FSDP2 refuses, as you will see below. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit of both.
 #
 # ### Exercise 4: who must share a unit? (••, {minutes} minutes)
 #

@@ -6,7 +6,7 @@
 # - say what crosses each axis of a mesh, and what a rank's memory holds;
 # - cut embedding, output layer and loss over the vocabulary;
 # - repair a plan with wrong layouts, and say what cutting the sequence saves and when a norm's gradient is summed;
-# - train a language model on two axes in plain PyTorch, from its token ids to the loss;
+# - compute a language model's loss and gradients on two axes in plain PyTorch;
 # - recognise a test that cannot fail.
 #
 # You need lab 5. The notebook takes about {core_minutes} minutes.
@@ -148,8 +148,8 @@ _ = plots.traffic_by_axis(by_theory, by_count, results=list(runs.values()))
 # *Bytes on the wire from one rank in a step. The square sends least: each of its axes carries a third of what FSDP or
 # TP sends alone.*
 #
-# Each axis carries half of what it would carry alone, and each ring has two ranks and not four, so that (n − 1)/n is
-# 1/2 and not 3/4. Which mesh sends least depends on the sizes. By theory, with four times the samples FSDP alone wins,
+# A rank hands half as much to each axis as if that were the only one, and each ring has two ranks and not four, so
+# that (n − 1)/n is 1/2 and not 3/4. Together it is a third. Which mesh sends least depends on the sizes. By theory, with four times the samples FSDP alone wins,
 # because activations grow and parameters do not. With layers four times as wide TP alone wins, because parameters grow
 # with the square of the width.
 
@@ -424,7 +424,8 @@ claim("without checkpointing bare MLPs gain nothing", kept[True] > kept[False])
 # Your plan cuts two of the four tensors, those between the MLPs. In a deeper stack it would cut all but two. The bytes
 # are the same because each MLP is recomputed as a whole; section 4 has a block of which that is not true.
 #
-# *Takeaway: in this stack, sequence parallelism sends the same bytes, and saves what lies between the pairs.*
+# *Takeaway: in this stack, with checkpointing, sequence parallelism sends the same bytes and saves what lies between the
+# pairs.*
 #
 # ## 4. A norm between the pairs ({minutes} minutes)
 #
@@ -750,7 +751,8 @@ claim("as the text counts", along_tp == {"all_gather": 4, "reduce_scatter": 4, "
 # %% [markdown]
 # Each of the four boundaries between cut tokens and whole ones costs an all-gather in one pass and a reduce-scatter in
 # the other: behind the embedding, around the MLP, and before the output layer. Three all-reduces are the loss's
-# numbers, and two are the gradients of the norms, for which FSDP does not wait until the optimizer reads them.
+# numbers, and two are the gradients of the norms, for which FSDP does not wait until the optimizer reads them. The
+# bias of `down` needs none: it is added before the reduce-scatter, whose backward pass gathers all tokens.
 #
 # *Takeaway: a weight that each rank uses on its own tokens has a gradient that must be summed along `tp`. FSDP does it
 # in the backward pass, without FSDP whoever reads the gradient does, and by hand you do.*

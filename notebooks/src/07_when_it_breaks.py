@@ -172,7 +172,8 @@ def culprit(ends: list[dict]) -> int:
 checks.culprit(culprit)
 
 # %% [markdown]
-# *Takeaway: lost connections are echoes. Look for the rank that shows none: it has an error of its own, or only a signal.*
+# *Takeaway: lost connections are echoes. Look for the rank with an error of its own, or with a signal that torchrun did not
+# send.*
 #
 # ## 3. Stacks ({minutes} minutes)
 #
@@ -258,7 +259,7 @@ else:
 # A **recorder** costs hardly any time: each rank keeps a list of its calls, and after a hang the lists are compared.
 # PyTorch has one, the **flight recorder**: with NCCL, set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`; when a timeout strikes, each
 # rank writes a file for `python -m torch.distributed.flight_recorder.fr_trace`. For gloo one asks for the record with a
-# private function. Here rank 2 leaves out a call; calls count from 0.
+# private function. Here rank 2 leaves out a call; in the records calls count from 0.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --name flight
@@ -335,8 +336,8 @@ left_out.ask("record")
 other_order.ask("record")
 
 # %% [markdown]
-# *Call 9 is the same line in both, and call 10 is not.* Where a call was left out, all that follows comes one place
-# early. Where two were swapped, call 10 has the other one, and from call 11 on all is equal again. The first run hangs
+# *Call 9 is the same line in both, and call 10 is not.* Where a call was left out, what follows comes one place
+# early, until rank 1 waits in its next swap, for which rank 0 is not ready. Where two were swapped, call 10 has the other one, and from call 11 on all is equal again. The first run hangs
 # in the end; the second goes on, with wrong numbers.
 #
 # *Takeaway: find the first place at which the records part, and look one call further.*
@@ -383,7 +384,7 @@ claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
 # %% [markdown]
-# If no rank computes longer, a link is slow. Time each by itself: the tool `links` sends a question one way and waits for
+# If no rank computes longer, a link may be slow. Time each by itself: the tool `links` sends a question one way and waits for
 # the answer. Here are a straggler and a slow link side by side, both on rank 3.
 
 # %% tags=["nbval-ignore-output"]
@@ -499,9 +500,8 @@ claim("it is a bias", "bias" in checked["weights_alone"].verdict_text)
 # name the rank, the cause, and the line that proves it. For a fault of the whole program, the rank is None. If you run
 # a mystery's cell again, you have three looks again.
 #
-# Without a name, `ask` lists the tools and costs nothing. Of the three runs below the first hangs, the second fails, and the third looks as if nothing were wrong. You have met none
-# of the three faults in this lab yet. So before you ask, go through the list: which causes could look so, and which tool
-# would show a different row for each? Ask in the cell below each run.
+# Without a name, `ask` lists the tools and costs nothing. Of the three runs below the first hangs, the second fails, and the third looks as if nothing were wrong. Before you ask, go through the list: which causes could look so, and
+# which tool would show a different row for each? Ask in the cell below each run.
 
 # %%
 pandas.DataFrame.from_dict(CAUSES, orient="index", columns=["what it means"])
@@ -584,7 +584,8 @@ checks.diagnoses(diagnoses)
 # - **17**. Stacks: ranks 0 and 1 stand in an all-reduce, so they wait for 2 and 3. Both of these stand in `send`, each
 #   waiting for the other: a circle. Rank 2 is even and may send first, so rank 3 broke the rule.
 # - **1**. Ends: rank 1 was aborted (-6), so it looks guilty. The others lost their connections: `Read error` is an echo,
-#   too. Record: in call 4 rank 2 sends float64, twice the bytes, and its neighbour in the ring stumbles over them. (Rank 1's
+#   too. Record: in call 4 rank 2 sends float64, twice the bytes, and its neighbour in the ring stumbles over them. An abort
+#   may be somebody else's doing. (Rank 1's
 #   log says "144 vs 72" bytes.)
 # - **23**. Weights are equal, so all ranks do the same. Gradients: no factor explains them, since what it leaves is as
 #   large as the gradient itself. Samples: all ranks read the same ones.
@@ -643,7 +644,7 @@ main()
 # Line 4 must come before the first collective that a rank may miss. It knows gloo only: with NCCL make a second group
 # for it, `dist.new_group(backend="gloo")`. It sends messages in every step, so take it out when the search is over.
 # Line 5 costs a reduction of all weights, so do it every hundred steps. It says that ranks differ, not which is wrong:
-# the rank with the largest weights passes.
+# a rank whose weights are all the largest passes.
 #
 # ## 9. The card ({minutes} minutes)
 #
@@ -664,7 +665,7 @@ card
 # ## 10. Leave with ({minutes} minutes)
 #
 # - If a run hangs, then look at all stacks, and follow who waits for whom.
-# - If all ranks show errors, then find the rank that shows no echo.
+# - If all ranks show errors, then find the one with an error or a signal of its own.
 # - If nothing looks wrong, then compare weights between ranks, and a gradient with one device's.
 
 # %% tags=["summary"]
