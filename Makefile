@@ -65,7 +65,7 @@ dist: $(INSTALLED) ## the sdist and the wheel, in dist/, as a package index take
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
-# Without bytecode on disk each of a test's processes would compile all files again: make check takes twice as long.
+# Without bytecode on disk each of a test's processes would compile all files again: make check takes a quarter longer.
 check test compat-here: export PYTHONDONTWRITEBYTECODE :=
 
 # Tests run in four parts, because some disturb each other. A failed part does not keep the next from running. The marks

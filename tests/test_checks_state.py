@@ -8,7 +8,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from fixture_long import long_but, share_of_today
+from fixture_long import half_of_today, long_but
 from test_exercises import EXERCISES, answer  # noqa: F401  (a fixture)
 
 
@@ -78,7 +78,7 @@ DAILY = ["0.1", "1.4", "2.4", "3.9", "4.5", "5.1", "7.2"]
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_what_a_cell_left_in_the_process_changes_no_verdict(left, some, answer):  # noqa: F811
     asked = [each for each in EXERCISES if (each.number in DAILY) == some]
-    asked = asked if some else share_of_today(asked, 3)
+    asked = asked if some else half_of_today(asked)
     verdicts = {}
     for exercise in asked:
         right, wrong = answer(exercise), answer(exercise, next(iter(exercise.wrong.values())))

@@ -19,7 +19,7 @@ import nbformat
 import papermill
 import psutil
 import pytest
-from fixture_long import long_but, share_of_today
+from fixture_long import half_of_today, long_but
 from fixture_notebooks import read_points, read_small_values, unused
 
 import labkit
@@ -162,7 +162,7 @@ def accepted_by_program(call):
 def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_small_values(lab, tmp_path, monkeypatch):
     values = read_small_values(lab.name)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    nbformat.write(with_second_round(lab.learner, lab in share_of_today(LABS, 6)), tmp_path / "twice.ipynb")
+    nbformat.write(with_second_round(lab.learner, lab in half_of_today(LABS)), tmp_path / "twice.ipynb")
     papermill.execute_notebook(
         *(tmp_path / "twice.ipynb", tmp_path / "done.ipynb", values),
         **{"cwd": tmp_path, "progress_bar": False, "execution_timeout": 120},
@@ -318,7 +318,7 @@ def values_outside(value, kind, rule):
 def points_to_try():
     """All points of all labs, or the first one of each lab of half of them, of which a third runs."""
     points = slice(None if os.environ.get("LABKIT_TEST") == "all" else 1)
-    return [(lab, each) for lab in share_of_today(LABS, 2) for each in read_points(lab.name)[points]]
+    return [(lab, each) for lab in half_of_today(LABS) for each in read_points(lab.name)[points]]
 
 
 @pytest.mark.long
