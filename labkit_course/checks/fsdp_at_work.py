@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import labkit
+from labkit.session.timeline import LaneBar, exposed_us
 from labkit.theory import fsdp as theory
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 from labkit_course.checks import judge
@@ -149,14 +150,12 @@ def forgotten_blocks(answer: Callable[..., list[int]]) -> Verdict:
 def hidden_gather_ms(result: labkit.RunResult) -> float:
     """Return the milliseconds for which rank 0 computes while an all-gather is on its way."""
     bars = result.frame.query("kind == 'bar' and rank == 0")
-    ends = bars.assign(end_us=bars["start_us"] + bars["dur_us"])
-    computing = ends[ends["lane"] == "compute"]
-    hidden_us = 0.0
-    for gather in ends[ends["phase"] == "all_gather"].itertuples():
-        first = computing["start_us"].clip(lower=gather.start_us)
-        last = computing["end_us"].clip(upper=gather.end_us)
-        hidden_us += float((last - first).clip(lower=0).sum())
-    return hidden_us / 1000
+    names = [each.name for each in fields(LaneBar)]
+    computing, gathers = (
+        [LaneBar(*bar) for bar in bars.query(chosen)[names].itertuples(index=False)]
+        for chosen in ("lane == 'compute'", "lane == 'communication' and phase == 'all_gather'")
+    )
+    return (exposed_us(gathers) - exposed_us([*computing, *gathers])) / 1000
 
 
 @exercise

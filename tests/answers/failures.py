@@ -19,6 +19,12 @@ return {{
 }}
 """
 
+
+def diagnoses(second, row=3):
+    """Right answers of mysteries 17 and 23, but for the row, and this one of mystery 1."""
+    return DIAGNOSES.format(second=second, row=row)
+
+
 EXERCISES = [
     Exercise(
         "7.1",
@@ -76,29 +82,21 @@ return found
         "diagnoses",
         checks.diagnoses,
         {
-            "mystery 1: rank 2 is right, 'killed' is not": DIAGNOSES.format(
-                row=3, second='(2, "killed", "ends: rank 1")'
+            "mystery 1: rank 2 is right, 'killed' is not": diagnoses('(2, "killed", "ends: rank 1")'),
+            "mystery 1: 'other shape' is right, rank 1 is not": diagnoses('(1, "other shape", "record: call 4")'),
+            "mystery 1: neither no single rank nor 'wrong scale'": diagnoses(
+                '(None, "wrong scale", "gradients: rank 0")'
             ),
-            "mystery 1: 'other shape' is right, rank 1 is not": DIAGNOSES.format(
-                row=3, second='(1, "other shape", "record: call 4")'
+            "mystery 1: 'shape' is none of the causes": diagnoses('(2, "shape", "record: call 4")'),
+            "mystery 1: (2, 'other shape') is not (rank, cause, line)": diagnoses('(2, "other shape")'),
+            "mystery 1: rank 2, 'other shape' is right, 'ends: rank 1' does not prove it": diagnoses(
+                '(2, "other shape", "ends: rank 1")'
             ),
-            "mystery 1: neither no single rank nor 'wrong scale'": DIAGNOSES.format(
-                row=3, second='(None, "wrong scale", "gradients: rank 0")'
+            "mystery 1: rank 2, 'other shape' is right, 'float64' is not the line": diagnoses(
+                '(2, "other shape", "float64")'
             ),
-            "mystery 1: 'shape' is none of the causes": DIAGNOSES.format(
-                row=3, second='(2, "shape", "record: call 4")'
-            ),
-            "mystery 1: (2, 'other shape') is not (rank, cause, line)": DIAGNOSES.format(
-                row=3, second='(2, "other shape")'
-            ),
-            "mystery 1: rank 2, 'other shape' is right, 'ends: rank 1' does not prove it": DIAGNOSES.format(
-                row=3, second='(2, "other shape", "ends: rank 1")'
-            ),
-            "mystery 1: rank 2, 'other shape' is right, 'float64' is not the line": DIAGNOSES.format(
-                row=3, second='(2, "other shape", "float64")'
-            ),
-            "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": DIAGNOSES.format(
-                row=0, second='(2, "other shape", "record: call 4")'
+            "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": diagnoses(
+                '(2, "other shape", "record: call 4")', row=0
             ),
             "mystery 23 is missing": """
 return {17: (3, "deadlock", "stacks: rank 3"), 1: (2, "other shape", "record: call 4")}
