@@ -259,7 +259,7 @@ def checkout(repository, tmp_path_factory):
 
 def run_python(checkout, *arguments):
     """Run the copy's code in a new Python; returns what it printed."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "LABKIT_RUNS": str(checkout / "runs")}
+    environment = os.environ | {"PYTHONPATH": str(checkout), "LABKIT_RUNS": str(checkout / "runs"), "LABKIT_TEST": "all"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=150)
     return done.returncode, done.stdout + done.stderr

@@ -201,8 +201,8 @@ def test_emulated_gathers_hide_once_they_start_early_and_inductor_hides_some():
     for way, predicted_ms in {"none": 8 * 74, "early": 8 * 50 + 24, "joined": 8 * 30 + 24}.items():
         assert times[way] == pytest.approx(predicted_ms, rel=0.15), way
     assert times["joined"] < times["inductor"] < times["none"]
-    steps = runs["joined"].frame.query("kind == 'span' and name == 'step' and rank == 0")["dur_us"] / 1000
-    assert steps.iloc[0] == pytest.approx(steps.iloc[1], abs=12), "no timed step makes the optimizer's state, 20 ms"
+    spent = runs["joined"].frame.query("kind == 'span' and name == 'optimizer' and rank == 0")["dur_us"] / 1000
+    assert spent.iloc[0] < spent.iloc[1] + 10, "no timed step makes the optimizer's state, 20 ms"
 
 
 def test_an_older_torch_refuses_inductors_pass_or_its_buckets(monkeypatch):

@@ -209,6 +209,27 @@ def test_runs_of_several_threads_share_a_parent_and_one_that_is_renewed_ends_its
     assert [told(result) for result in results] == ["0"] * 4
 
 
+def test_a_run_whose_parent_is_renewed_before_it_forks_starts_cold_and_ends_no_other(tmp_path, tell, monkeypatch):
+    began = tmp_path / "began"
+    program, results = tell(f"[open({str(began)!r}, 'w'), __import__('time').sleep(2), 7][2]"), []
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    other = threading.Thread(target=lambda: results.append(labkit.run(program)))
+    other.start()
+    wait_for(began.exists)
+    fork = warm_start.ForkServer.fork
+
+    def renew_and_fork(server, request):
+        monkeypatch.setattr(warm_start.ForkServer, "fork", fork)
+        monkeypatch.setenv("TORCH_OF_A_TEST", "1")
+        warm_start.fork_server_manager.start_in_background()
+        return fork(server, request)
+
+    monkeypatch.setattr(warm_start.ForkServer, "fork", renew_and_fork)
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    other.join()
+    assert [told(result) for result in results] == [7]
+
+
 def test_nothing_is_forked_from_a_parent_with_two_threads(tmp_path, monkeypatch):
     sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
     (tmp_path / "sitecustomize.py").write_text(sleeper)

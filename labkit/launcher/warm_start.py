@@ -118,8 +118,10 @@ class ForkServer:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 pid = int(ours.recv(MAX_ANSWER_BYTES) or 0)
             if not pid:
-                self.process.kill()
-                self.process.wait()
+                # One that another thread has retired meanwhile has runs that go on.
+                if self._control.fileno() >= 0:
+                    self.process.kill()
+                    self.process.wait()
                 raise ForkServerGone
             ours.sendall(RESUME)
         except BaseException:
