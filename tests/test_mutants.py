@@ -26,10 +26,6 @@ def checkout(tmp_path_factory):
         if name and (ROOT / name).is_file() and not name.endswith(".ipynb"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    # A mutant may have the size and the second of what it replaces, by which Python would take the other's bytecode.
-    packages = [path for path in folder.iterdir() if path.is_dir() and path.name != "tests"]
-    compile_all = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
-    subprocess.run([*compile_all, *packages], check=True)
     yield folder
     shutil.rmtree(folder)
 
@@ -38,10 +34,9 @@ def checkout(tmp_path_factory):
 def run_tests(checkout):
     """Runs pytest on tests of the copy, up to the first failure; its status and what it said."""
     tier = {"LABKIT_TEST": "" if os.environ.get("TIER") == "daily" else "all"}
-    environment = os.environ | {"PYTHONPATH": str(checkout)} | tier
-    # pytest-xdist's own variables would make a worker of each child.
-    others = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
-    environment = {name: value for name, value in environment.items() if not name.startswith(others)}
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"} | tier
+    # pytest-xdist's own variables would make a worker of each child
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     runner = subprocess.Popen([sys.executable, RUNNER, checkout], **how)
 

@@ -39,6 +39,7 @@ def run_as_child(folder: str, arguments: list[str], log: int) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     sys.path[0] = folder
+    sys.dont_write_bytecode = True
     status = 3
     try:
         import pytest
