@@ -53,7 +53,7 @@ require("STEPS", STEPS, at_least=1, because="without a step nothing is measured"
 labkit.use_one_device(RANKS)  # GPUs if there is one for each rank of this lab, else the CPU
 
 WIDE = {"nproc": RANKS, "dim": DIM, "bucket_mb": BUCKET_MB, "steps": STEPS}
-ALL_BYTES = 4 * 4 * (DIM * DIM + DIM)
+ALL_BYTES = 4 * 4 * (DIM * DIM + DIM)  # all gradients of sections 3 and 6, which compare with this run:
 plain = labkit.run("ddp_compile", mode="ddp", **WIDE)
 
 
@@ -66,9 +66,18 @@ def predict(way: str, **more: bool) -> dict[str, int]:
 # %% [markdown]
 # ## 1. A parameter without a gradient ({minutes} minutes)
 #
-# What if a parameter gets no gradient? Its bucket never fills, and its all-reduce is never asked for. DDP notices in the next forward pass, and by then one step may have been taken with gradients that nobody averaged, those that share
-# the bucket among them. The next cell
-# fails on purpose, and shows in red how that looks.
+# What if a parameter gets no gradient? Its bucket never fills, so nobody asks for its all-reduce, and the other
+# gradients of the bucket are not averaged, either. DDP notices in the next forward pass. By then your optimizer has taken a step.
+#
+# Two ranks train one layer that is used and one that is not, in one bucket. Rank 0's samples are ones, and rank 1's
+# are threes, so alone the ranks would find 2 and 6 for each number of the used weight's gradient. Commit: what does rank 0 hold after the
+# first backward pass? The next cell fails on purpose, and shows in red how that looks.
+
+# %% tags=["commit"]
+mine_unused = commit(rank_0_holds=None)
+### BEGIN SOLUTION
+mine_unused = commit(rank_0_holds=2)
+### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails
@@ -85,11 +94,16 @@ class Forgetful(nn.Module):
 
 
 model = torch.nn.parallel.DistributedDataParallel(Forgetful())
-for _ in range(2):
-    model(torch.ones(2, 4)).sum().backward()
+samples = torch.full((2, 4), 1.0 + 2 * dist.get_rank())
+for step in range(2):
+    model(samples).sum().backward()
+    print(f"step {step}: each number of the gradient is {model.module.used.weight.grad[0, 0]:g}")
+
+# %%
+print(f"Rank 0 holds 2; you said {prediction_text(mine_unused['rank_0_holds'])}.")
 
 # %% [markdown]
-# The indices 2 and 3 are positions in `model.parameters()`: the weight and the bias of `unused`.
+# Rank 0 holds its own 2, not the mean, 4, and the ranks' parameters drift apart from here. The indices 2 and 3 are positions in `model.parameters()`: the weight and the bias of `unused`.
 # `find_unused_parameters=True` silences this complaint, but it makes DDP walk through the graph in every step, and it
 # keeps DDP from putting its buckets into a better order (lab 4, section 5). What the model never uses is better taken
 # out, or frozen before DDP wraps the model. The option is for branches that a step may or may not take. If every
@@ -106,7 +120,7 @@ for _ in range(2):
 # - *last one too*: both passes of all three are inside.
 #
 # The model is so small that all its gradients fit into one bucket. Commit for each way: how many buckets leave a rank in
-# the step? And do all three leave the gradient of one device
+# the step? And how many of the three ways leave the gradient of one device
 # that saw the samples of all ranks? The table says how far each is off, as a part of the right gradient: 0.5 is half of
 # its length.
 
@@ -114,6 +128,10 @@ for _ in range(2):
 mine_leaves = commit(both_passes=None, backward_alone=None, last_one_too=None)
 ### BEGIN SOLUTION
 mine_leaves = commit(both_passes=1, backward_alone=3, last_one_too=0)
+### END SOLUTION
+mine_right = commit(ways=None)
+### BEGIN SOLUTION
+mine_right = commit(ways=2)
 ### END SOLUTION
 
 # %%
@@ -143,6 +161,7 @@ for way in ("both_passes", "backward_alone", "last_one_too"):
 leaving = {way: count for way, (count, _) in synced.ranks[0].reported.items()}
 off = {way: f"{error:.3f}" for way, (_, error) in synced.ranks[0].reported.items()}
 columns = {"yours": mine_leaves, "buckets that leave": leaving, "gradient is off by": off}
+print(f"right gradients: 2 ways; you said {prediction_text(mine_right['ways'])}")
 pandas.DataFrame(columns).astype(object).fillna("no prediction")
 
 # %% tags=["claim"]
@@ -236,7 +255,7 @@ claim("rounding costs less than a hundredth", all(1e-4 < rank.reported["off"] < 
 # %% [markdown]
 # PyTorch ships such hooks: `default_hooks` has `bf16_compress_hook`
 # and others. Case `bf16` registers that one for a network of four layers, each `DIM` wide. DDP plans its buckets by the
-# float32 bytes, as it does without a hook: it closes a bucket once that holds `BUCKET_MB`, here 5 MiB.
+# float32 bytes, as it does without a hook: from the last parameter to the first, a layer's bias before its weight, it closes a bucket once that holds `BUCKET_MB`, here 5 MiB.
 # Commit: how many all-reduces does a step make, and how many bytes does a rank hand to them?
 
 # %% tags=["commit"]
@@ -247,6 +266,9 @@ mine_half = commit(all_reduce_count=2, all_reduce_bytes=ALL_BYTES // 2)
 
 # %% tags=["summary"]
 bf16 = labkit.run("ddp_compile", mode="ddp", case="bf16", **WIDE)
+print(
+    f"in float32: {plain.value('all_reduce_count')} all-reduces of {plain.value('all_reduce_bytes'):,} bytes together"
+)
 plots.comparison_table(bf16, predict("eager", compressed=True), yours=mine_half)
 
 # %% tags=["claim"]
@@ -289,7 +311,9 @@ def smallest_bucket(total_bytes: float, backward_s: float, alpha_s: float, beta_
 
 
 # %%
-checks.smallest_bucket(smallest_bucket)
+verdict_smallest = checks.smallest_bucket(smallest_bucket)
+smallest_bytes = smallest_bucket if verdict_smallest.ok else theory.smallest_bucket_bytes
+verdict_smallest
 
 # %% [markdown]
 # **An example.** BERT-large has 340 million parameters, so its gradients in bfloat16 take 680 MB. The backward pass takes
@@ -316,7 +340,7 @@ counts_of_buckets = sorted({round(1.15**power) for power in range(56)})  # from 
 smallest_mb, multiples = {}, {}
 for case, (network, tokens) in cases.items():
     backward_s = 4 * 340e6 * tokens / 400e12
-    smallest_mb[case] = theory.smallest_bucket_bytes(680e6, backward_s, *network) / 1e6
+    smallest_mb[case] = smallest_bytes(680e6, backward_s, *network) / 1e6
     multiples[case] = []
     for count in counts_of_buckets:
         ready_s = [backward_s * (place + 1) / count for place in range(count)]
@@ -364,7 +388,7 @@ widgets.BucketExplorer()
 #
 # By default `torch.compile` cuts a DDP model where buckets end (lab 4). The part that does it, DDPOptimizer, plans
 # buckets of its own from `bucket_cap_mb`: from the last layer on, a bucket closes once it holds that size, but the
-# first one once it holds 1 MiB. The reducer of an uncompiled DDP closes every bucket at that size; only if none is given, its first closes at 1 MiB.
+# first one once it holds 1 MiB. The reducer, which still sends the buckets, closes every one at that size; only if none is given, its first closes at 1 MiB.
 # So there are two plans. DDPOptimizer's decides which backward program computes a
 # gradient, and the reducer's with which others the gradient travels.
 #
@@ -444,6 +468,7 @@ as_planned |= {"left out": as_planned["25 MiB"], "2 MiB, not cut": 1}
 claim("a program for each bucket of DDPOptimizer's plan, and one where nothing is cut", programs == as_planned)
 left = {name: after for name, (_, after) in plans.items()}
 claim("told 2 MiB, the first bucket waits for the second program", left["2 MiB"][0] == 2)
+claim("five buckets for four layers", len(left["1 MiB"]) == 5)
 claim("told 1 MiB, or nothing, a bucket leaves after the first", left["1 MiB"][0] == left["left out"][0] == 1)
 claim("told 25 MiB, one bucket leaves at the end", left["25 MiB"] == [programs["25 MiB"]])
 claim("uncut, all leave after the one program", set(left["2 MiB, not cut"]) == {1})
@@ -454,10 +479,11 @@ claim("all ranks log the same", all(rank.reported == logs for rank in logged.ran
 # gradients of `fc4` have to wait for the second program, and the first cut gains nothing. Even the default, 25 MiB, has
 # this effect if you write it out: all gradients travel in one bucket, at the end. Left out, the reducer's first bucket
 # closes at 1 MiB, as DDPOptimizer's does. And without cuts every bucket leaves after the only program. Within a program
-# gradients come in an order of their own.
+# the compiler chooses the order: with 1 MiB each weight comes before its bias, which travels with the next layer, so four layers
+# make five buckets.
 #
 # Is it enough that the first bucket leaves early? The network runs under emulation: forward pass 80 ms, backward 320, alpha 20
-# ms in two hops, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
+# ms a message, all bytes 160, so 40 for each layer. Commit: by the logs, how long does a step take with 1 MiB, with 2 MiB,
 # and with the size left out? The logs say what travels in the last bucket: in two of the cases `fc1.bias` alone. Neglect its bytes,
 # but not its alpha.
 
@@ -474,7 +500,7 @@ mine_steps = commit(
 # %% tags=["nbval-ignore-output"]
 FOUR = {"dim": 600, "layers": 4}
 device = emulated_steps.ddp_hardware(RANKS, alpha_ms=20, bytes_ms=160, forward_ms=80, backward_ms=320, **FOUR)
-# labkit does not hand on a size of 25, which is the default.
+# With labkit's 25, the default, no size is given to DDP.
 ways = {"1 MiB": {"bucket_mb": 1.0}, "2 MiB": {"bucket_mb": 2.0}, "left out": {"bucket_mb": 25.0}}
 CUT = {"nproc": RANKS, "mode": "ddp", "graph": "split", "batch": 2, "steps": 1, "emulate": device}
 cut_steps = labkit.compare("ddp_compile", ways, rounds=1, timeline=True, **CUT, **FOUR)
@@ -501,7 +527,7 @@ claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
 # - with the size left out three layers leave after 400 ms, in one bucket of 20 + 3 · 40: 540 ms.
 #
 # So an early first bucket is not enough: what leaves after the last program is exposed. The smallest of the three sizes
-# is the best, and lab 4's rule of thumb, which says 0.7 MiB here, makes the same buckets.
+# is the best, and exercise 2's formula, which says 0.7 MiB here, makes the same buckets.
 #
 # *Takeaway: a bucket leaves with the program that completes its last gradient, so few bytes should wait for the last one.*
 #
@@ -525,7 +551,7 @@ claim("the buckets of the logs", messages == [len(left[name]) for name in ways])
 # </details>
 #
 # Inductor's first bucket closes once it holds 1 MiB, and each later one once it holds `BUCKET_MB`, here 5 MiB. Each
-# weight takes 3.8 MiB, and a compiled backward pass computes a weight's gradient before its bias's. Commit: how many
+# weight takes 3.8 MiB. Commit: how many
 # all-reduces does a step make? Compiling takes some seconds on each rank.
 
 # %% tags=["commit"]
@@ -543,8 +569,8 @@ extra = fused.value("all_reduce_count") - plain.value("all_reduce_count")
 claim("one bucket more than with the reducer", extra == 1)
 
 # %% [markdown]
-# There is one bucket more than with the uncompiled reducer of section 3. A weight comes before its bias here, so
-# `fc4.weight`, which is larger than 1 MiB, travels alone.
+# There is one bucket more than in section 3, where the first one closed at 5 MiB as well. Here `fc4.weight`, larger than
+# 1 MiB, travels alone.
 #
 # Below is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown, and the
 # `return`. `bufN` are tensors that the program makes, and `argN` its inputs. Beside them stands what they hold, as far
@@ -554,7 +580,8 @@ claim("one bucket more than with the reducer", extra == 1)
 plots.backward_program(fused)
 
 # %% [markdown]
-# Read it from the top. `extern` lines are GEMMs, and `kernel` lines are loops that inductor wrote itself. A line that
+# Read it from the top. `extern` lines are GEMMs, and `kernel` lines are loops that inductor wrote itself, such as the division
+# by the number of ranks: it works in place, and the memory of `buf2` is called `buf3` from then on. A line that
 # asks for a bucket returns at once, and the GEMMs below it run while the bucket travels. All waits stand at the
 # end, since nothing but the `return` uses a gradient. The last bucket has nothing left to hide behind.
 
@@ -635,7 +662,7 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # ## 7. Take away ({minutes} minutes)
 #
 # 1. DDP counts on a gradient for every parameter in every step; leave out what the model does not use.
-# 2. Hooks and `no_sync` change what is sent, and a count of one step's all-reduces and bytes shows whether they do.
+# 2. Hooks, `no_sync` and the size of buckets change what is sent, and a count of one step's all-reduces and bytes shows it.
 # 3. The compiler cuts the model by a plan of its own, and a bucket leaves with the program that completes its last
 #    gradient.
 #
@@ -643,7 +670,7 @@ print(labkit.check("ddp_compile", nproc=RANKS, dim=512, bucket_mb=1.5, case="cpu
 # |---|---|
 # | DDP complains about unused parameters | freeze or remove them before you try `find_unused_parameters` |
 # | bandwidth is the limit, and no bucket hides its messages | more tokens a rank, or a bfloat16 hook for float32 gradients |
-# | a compiled DDP hides less than an uncompiled one | log its programs and buckets, and try other sizes |
+# | a compiled DDP hides little | log its programs and buckets, and try other sizes |
 #
 # **Ask yourself**
 #
