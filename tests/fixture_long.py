@@ -2,7 +2,8 @@
 
 import datetime
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ def half_of_today(cases: Iterable[Any]) -> list[Any]:
     Within six days a half and a third meet in every pair; two thirds of the same day never would.
     """
     return share_of_today(cases, 2)
+
+
+def third_of_today(tests: Iterable[Sequence[Any]]) -> list[Any]:
+    """A third of the cases of each test that has three or more, and a third of all others together."""
+    many, few = [], []
+    for cases in tests:
+        (many if len(cases) > 2 else few).append(cases)
+    return [case for cases in [*many, [*chain(*few)]] for case in share_of_today(cases, 3)]
 
 
 def with_mark(case: Any) -> Any:

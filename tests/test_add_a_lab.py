@@ -259,7 +259,11 @@ def checkout(repository, tmp_path_factory):
 
 def run_python(checkout, *arguments):
     """Run the copy's code in a new Python; returns what it printed."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "LABKIT_RUNS": str(checkout / "runs"), "LABKIT_TEST": "all"}
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout),
+        "LABKIT_RUNS": str(checkout / "runs"),
+        "LABKIT_TEST": "all",
+    }
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=150)
     return done.returncode, done.stdout + done.stderr
@@ -272,18 +276,24 @@ def test_contributing_names_the_files_of_a_lab(repository):
     assert [re.sub("NN_topic|<lab>|<program>", lambda word: words[word[0]], name) for name in names] == list(FILES)
 
 
-def test_the_lab_is_built_and_its_program_and_its_check_run_on_real_ranks(checkout):
+@pytest.fixture(scope="module")
+def built(checkout):
+    """The copy, with the lab's notebooks."""
     status, said = run_python(checkout, "-m", "notebooks.tools.build", "90_echo", "--learner")
     assert status == 0, said
-    status, said = run_python(checkout, "-c", USE)
+    return checkout
+
+
+def test_the_lab_is_built_and_its_program_and_its_check_run_on_real_ranks(built):
+    status, said = run_python(built, "-c", USE)
     assert status == 0, said
 
 
-def test_the_tests_of_all_labs_take_the_lab_in(checkout):
+def test_the_tests_of_all_labs_take_the_lab_in(built):
     modules = ["tests/test_exercises.py", "tests/test_notebooks.py", "tests/test_echo.py"]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *modules, "-k"]
     status, said = run_python(
-        checkout, *command, "90.1 or (90_echo and (range or values or points) and not unsolved) or three_ranks"
+        built, *command, "90.1 or (90_echo and (range or values or points) and not unsolved) or three_ranks"
     )
     assert status == 0, said
     assert re.search(r"^8 passed", said, flags=re.MULTILINE), said

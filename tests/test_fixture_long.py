@@ -1,10 +1,10 @@
 """What continuous integration leaves out on one day it runs on another: also a share of a share."""
 
-from itertools import product
+from itertools import chain, product
 
 import fixture_long
 import pytest
-from fixture_long import half_of_today, share_of_today
+from fixture_long import half_of_today, share_of_today, third_of_today
 from test_notebooks import ELSEWHERE, LABS
 
 
@@ -18,6 +18,13 @@ def six_days(monkeypatch):
 def test_six_days_meet_every_case_of_a_test_with_all_that_it_asks(six_days):
     met = {pair for _ in six_days for pair in product(share_of_today(range(13), 3), half_of_today(range(82)))}
     assert met == {*product(range(13), range(82))}
+
+
+def test_three_days_run_every_case_once_also_of_tests_that_have_one_or_two(six_days):
+    tests = ["abcdefgh", "i", "jk", "l", "mn", "o"]
+    days = [third_of_today(tests) for _ in six_days]
+    assert sorted(chain(*days[:3])) == list("abcdefghijklmno")
+    assert all(4 <= len(day) <= 6 for day in days)
 
 
 def test_six_days_run_every_unsolved_lab_a_second_time(six_days):
