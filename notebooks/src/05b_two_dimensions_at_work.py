@@ -181,7 +181,7 @@ _ = plots.memory_comparison(bars, {LABELS[tp]: result for tp, result in runs.ite
 
 # %% [markdown]
 # *Peak memory of a rank, temporary tensors in grey. Beside these, FSDP alone pays for gathered parameters and buffers,
-# TP alone for activations. The square needs least.*
+# TP alone for activations. With these sizes the square needs least.*
 
 # %% tags=["claim"]
 peaks = {LABELS[tp]: result.value("peak_total_bytes") for tp, result in runs.items()}
@@ -462,7 +462,7 @@ print(f"wrong, of nine gradients: {', '.join(forgotten)}")
 claim("two gradients are wrong, those of the norms", forgotten == ["attention_norm.weight", "mlp_norm.weight"])
 
 # %% [markdown]
-# The gradients of both norms are wrong, although the output is right. Each rank's gradient of a norm's weight sums over
+# The gradients of both norms are wrong. The output is right, because a norm looks at one token at a time. But each rank's gradient of a norm's weight sums over
 # its own tokens only, so that the copies of one weight get different updates. The mistake is easily made by
 # whoever writes sequence parallelism by hand. Megatron-LM marks such weights, and all-reduces their gradients after the
 # backward pass. That is one line for each, here for a norm and for a bias that is added to cut tokens, as behind a
@@ -579,7 +579,8 @@ for plan in (whole_sequence, each_gathers, gather_once):
         for name, size in (("sent", sent), ("peak", found.value("peak_total_bytes"))):
             row[f"{name}{suffix}"] = size / (4 * 8 * BATCH * DIM)
 transformer = pandas.DataFrame.from_dict(rows, orient="index")
-transformer.round(1)  # on the wire and at the peak, in tensors of [tokens, DIM]
+# In tensors of [tokens, DIM]. On two ranks a gather or a reduce-scatter sends half a tensor, and an all-reduce a whole one.
+transformer.round(1)
 
 # %% tags=["claim"]
 whole, each, once = (transformer.loc[plan.__name__] for plan in (whole_sequence, each_gathers, gather_once))
@@ -773,7 +774,7 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
     print(f"{name}: the output is off by {off_by:.1f} at most")
 
 # %% [markdown]
-# With zeros the test cannot fail, because twice zero is zero.
+# With zeros the test cannot find this mistake, because twice zero is zero.
 #
 # *Takeaway: test with numbers that are not special, such as random biases.*
 #
@@ -791,7 +792,7 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
 # | activations between the pairs are too large | cut the sequence, and gather once for layers with one input |
 # | a norm works on cut tokens | give it a style, so that its gradient is summed along `tp` |
 # | logits are too large | leave them cut, and use `loss_parallel` |
-# | memory is no concern along `data` | use DDP there, which sends less |
+# | memory is no concern along `data` | use DDP there (`launch/two_dim.py`, `--plan ddp_tp`), which sends less |
 # | a plan gives layouts | write above each arrow what is whole, and compare gradients |
 #
 # **Ask yourself**
