@@ -21,12 +21,14 @@ from labkit import parity, rank, requirements
 from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
-from labkit.parallel.checkpointing import find_blocks
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
 from labkit.parallel.halo import Strip, pad_columns, return_halo_gradients
 from labkit.parallel.small_fsdp import flatten_tensors, split_flat
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
 from labkit.parity.spatial import compare_spatial_step
 from labkit.theory import sizes, spatial
+
+BLOCKS = ("ConvNeXtBlock",)
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Config:
     """Initial value of each block's layer scale; 0 for none."""
     init: Literal["trunc_normal", "ones"] = "trunc_normal"
     """Initial weights. With ones all channels are equal, and the loss is meaningless."""
+    checkpointing: bool = False
+    """Keep each block's input alone, and compute its activations again in the backward pass."""
     learning_rate: PositiveFloat = 1e-4
     """Adam's learning rate."""
     input_grad: bool = False
@@ -180,7 +184,9 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)
         checked = config.check == "parity"
         reference = parity.seed_and_copy(model, config.seed) if checked else model
-        here.emulate_units(find_blocks(model, ("ConvNeXtBlock",)), share=1 / here.world_size)
+        if config.checkpointing:
+            apply_activation_checkpointing(model, BLOCKS)
+        here.emulate_units(find_blocks(model, BLOCKS), share=1 / here.world_size)
         # Even one rank takes this way, so that strategies are compared with plain code.
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None

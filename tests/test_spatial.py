@@ -285,6 +285,16 @@ def test_four_ranks_hold_about_a_quarter_of_the_activations_each(results):
     assert 0.25 < four / one <= 0.27
 
 
+@pytest.mark.parametrize(("depths", "dims"), [((1, 1), (32, 64)), ((2, 3, 2), (16, 32, 64))])
+def test_a_checkpointed_step_keeps_what_theory_says_and_computes_the_same(depths, dims):
+    network = {"strategy": "plain", "nproc": 1, "checkpointing": True, "depths": depths, "dims": dims}
+    result = labkit.run("convnext_spatial", batch=2, height=64, width=128, steps=1, **network)
+    expected = spatial.checkpointed_bytes(spatial.convnext_stages(64, 128, depths, dims), batch=2)
+    assert expected < result.value("peak_activation_bytes") < 1.03 * expected
+    strips = network | {"strategy": "local", "nproc": 2}
+    assert labkit.check("convnext_spatial", height=64, width=128, **strips).ok
+
+
 @pytest.fixture
 def five_ranks():
     """A mesh of five ranks of which this process is the first, and the others do not exist."""

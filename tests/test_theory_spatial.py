@@ -198,7 +198,9 @@ def test_formulas_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_checkpointed_blocks_keep_their_inputs_and_one_block_whole():
-    (small, large) = spatial.convnext_stages(16, 32, depths=(2, 3), dims=(8, 64))
-    inputs = [4 * 5 * each.channels * each.height * each.width for each in (small, large)]
-    assert spatial.checkpointed_bytes((small, large), batch=5) == 2 * inputs[0] + 3 * inputs[1] + 12 * max(inputs)
+@pytest.mark.parametrize(("depths", "dims", "largest"), [((2, 3), (8, 64), 1), ((2, 3), (32, 16), 0)])
+def test_a_checkpointed_block_that_is_computed_again_stands_beside_the_inputs_before_it(depths, dims, largest):
+    stages = spatial.convnext_stages(16, 32, depths=depths, dims=dims)
+    inputs = [4 * 5 * each.channels * each.height * each.width for each in stages]
+    before = [inputs[0], 2 * inputs[0] + 2 * inputs[1]][largest]
+    assert spatial.checkpointed_bytes(stages, batch=5) == before + 12 * inputs[largest]

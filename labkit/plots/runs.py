@@ -119,7 +119,9 @@ def latency_bars(
     for label, result in results.items():
         times[label] = {phase: result.value(f"{phase}_ms") for phase in phases}
     ends = [sum(parts.values()) for parts in times.values()]
-    style.draw_rows(ax, times, phases, [f"{end:.0f} ms" for end in ends])
+    # Between its phases a step does a little more.
+    steps = [f"{result.value('step_ms'):.0f} ms" for result in results.values()]
+    style.draw_rows(ax, times, phases, steps)
     handles = style.legend_patches(phases)
     if arithmetic:
         for row, parts in enumerate(times.values()):
