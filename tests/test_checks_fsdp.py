@@ -7,19 +7,17 @@ import pytest
 from fixture_long import long_but
 
 import labkit
-from labkit.parallel.units import modules_sharing_weights
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit_course.checks import fsdp as checks
 from labkit_course.checks import fsdp_at_work as at_work
-from labkit_course.checks.fsdp_at_work import IDENTITY_HINT, tying_cases
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 HEADS = {
     "fewest_ranks": "def ranks(parameters: int, largest_unit: int, memory_bytes: int) -> int:",
     "memory_plan": "def plan() -> dict:",
-    "forgotten_blocks": "def forgotten(gathered: list[str], blocks: list[str]) -> list[int]:",
-    "tied_unit": "def unit_of(model: nn.Module, block: nn.Module) -> list[nn.Module]:",
+    "exposed_ms": "def exposed(computing: list[tuple[float, float]], messages: list[tuple[float, float]]) -> float:",
+    "shard_model": "def wrap(model: nn.Module, group: int) -> None:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
 }
 SOLUTIONS = {
@@ -27,14 +25,9 @@ SOLUTIONS = {
         left = memory_bytes - 8 * largest_unit
         return -(-16 * parameters // left) if left > 0 else 0
     """,
-    "tied_unit": """
-        own = {id(parameter) for parameter in block.parameters()}
-        inside = set(block.modules())
-        return [block] + [
-            module
-            for module in model.modules()
-            if module not in inside and any(id(p) in own for p in module.parameters(recurse=False))
-        ]
+    "exposed_ms": """
+        hidden = [max(0, min(end, b) - max(start, a)) for start, end in messages for a, b in computing]
+        return sum(end - start for start, end in messages) - sum(hidden)
     """,
 }
 SMALL = {"model": "mlp_stack", "dim": 128, "batch": 64, "steps": 1}
@@ -94,33 +87,10 @@ WRONG_ANSWERS = {
         (changed("fewest_ranks", " if left > 0 else 0", ""), "gave -16, expected 0. More ranks do not make"),
         ("total = 16 * parameters", "gave None, not a"),
     ],
-    "tied_unit": [
-        ("return [block]", "'embedding'), where the output layer has the embedding's weight, left out 'output'. Look"),
-        ("return list(model.modules())", "'blocks.0'), where nothing is tied, took in the model, 'embedding',"),
-        (
-            changed("tied_unit", "id(p) in own", "any(torch.equal(p, q) for q in block.parameters())"),
-            "where the output layer's weight is a copy of the embedding's, took in 'output'. Tied means the same",
-        ),
-        (
-            changed("tied_unit", "recurse=False", ""),
-            "(model, 'blocks.0'), where nothing is tied, took in the model, 'blocks'. A container holds nothing",
-        ),
-        (changed("tied_unit", "module not in inside and ", ""), "took in 'blocks.0.0', 'blocks.0.2'. What is inside"),
-        (
-            changed("tied_unit", "any(id(p) in own for p in module.parameters(recurse=False))",
-                    "getattr(module, 'weight', 1) is getattr(block, 'weight', 2)"),
-            "where a layer inside it shares a bias with another block's, left out 'blocks.1.0'. Look at every module",
-        ),
-        (
-            changed("tied_unit", "return [block]", "found = [block]") + "    return found[:2]",
-            "(model, 'output'), where three modules share its weight, left out 'heads.0'. Look at every module",
-        ),
-        (changed("tied_unit", "return [block] +", "return"), "where nothing is tied, left out 'blocks.0'"),
-        (changed("tied_unit", "id(p) in own", "p in list(block.parameters())"), IDENTITY_HINT),
-        ("return block", "gave Sequential("),
-        ("return ['output']", "gave ['output']: return a list of modules of the model"),
-        ("return [nn.Linear(2, 2)]", "return a list of modules of the model"),
-        ("return [block, model.head]", "raised AttributeError: 'ModuleDict' object has no attribute 'head'"),
+    "exposed_ms": [
+        ("return 1", "exposed(computing=[(0.0, 10.0)], messages=[(10.0, 14.0)]) gave 1, expected 4"),
+        (changed("exposed_ms", "max(0, ", "("), "(28.0, 29.0)]) gave "),
+        ("hidden = 0", "gave None, not a number"),
     ],
     "memory_plan": [
         ("return 'block'", "the plan is 'block', not a dict such as {'wrap': 'root'}"),
@@ -144,11 +114,6 @@ def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, 
     verdict = judge(check, answer(check, body))
     assert verdict.state == "wrong"
     assert reason in repr(verdict)
-
-
-def test_tied_cases_expect_what_the_wrapping_does():
-    for case in tying_cases():
-        assert case.together == {case.block, *modules_sharing_weights(case.model, case.block)}
 
 
 def test_a_plan_is_launched_and_passes_within_its_limits(answer):
@@ -204,34 +169,20 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
     assert repr(checks.memory_plan(answer("memory_plan", PLAN), 1, 1)) == said
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("return [i for i, each in enumerate(blocks) if each not in gathered]", "passed: 5 steps agree"),
-        ("return [i for i, each in enumerate(blocks) if each not in gathered][::-1]", "passed: 5 steps agree"),
-        ("return [1]", "wrong: for blocks net.4 to net.7, all gathered twice, forgotten gave [1], expected []"),
-        ("return 1", "wrong: for blocks net.4 to net.7, all gathered twice, forgotten gave 1, not a list"),
-        ("blocks.clear()", "wrong: for blocks net.4 to net.7, all gathered twice, forgotten gave None, not"),
-        ("return [True]", "wrong: for blocks net.4 to net.7, all gathered twice, forgotten gave [True], not a list"),
-        ("return 1 / 0", "wrong: for blocks net.4 to net.7, all gathered twice, forgotten raised ZeroDivisionError"),
-    ],
-)  # fmt: skip
-def test_forgotten_blocks_are_those_without_an_all_gather(body, expected, answer):
-    assert repr(at_work.forgotten_blocks(answer("forgotten_blocks", body))).startswith(expected)
-
-
-def test_an_all_gather_is_hidden_while_its_own_rank_computes(tmp_path):
+def test_bars_of_a_lane_are_those_of_rank_0_and_what_is_exposed_is_behind_no_other(tmp_path):
     bars = [
         (0, "compute", "forward", 0, 3000),
         (0, "communication", "all_gather", 2000, 4000),  # 1 ms behind the first bar, 2 behind the second
         (0, "compute", "backward", 4000, 9000),
-        (0, "communication", "reduce_scatter", 5000, 9000),
-        (0, "communication", "all_gather", 20_000, 1000),
+        (0, "communication", "reduce_scatter", 20_000, 1000),
         (1, "compute", "forward", 0, 30_000),
     ]
     names = ("rank", "lane", "phase", "start_us", "dur_us")
     lines = [{"kind": "bar", "name": "net.4", "step": 3} | dict(zip(names, bar, strict=True)) for bar in bars]
-    assert at_work.hidden_gather_ms(RunResult(tmp_path, {"nproc": 2}, lines, [])) == 3
+    run = RunResult(tmp_path, {"nproc": 2}, lines, [])
+    computing, messages = (at_work.lane_bars(run, lane) for lane in ("compute", "communication"))
+    assert (computing, messages) == ([(0, 3), (4, 13)], [(2, 6), (20, 21)])
+    assert at_work.exposed_length(computing, messages) == 2
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):

@@ -24,7 +24,7 @@ from labkit.models.protocol import CUDAInitMode, FSDPInitMode
 from labkit.models.skip import SkipModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import apply_fsdp1, init_model
-from labkit.parallel.units import fsdp_units, inner_first, layer_types
+from labkit.parallel.units import fsdp_units, inner_first, layer_types, modules_sharing_weights
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
@@ -399,3 +399,13 @@ def test_compiled_compute_is_compared_with_one_device(fsdp):
     (verdict,) = run_cells("fsdp_matrix", 2, [how], timeout_s=180)
     assert verdict.value("ok") and verdict.value("compared") == 3 * 2 + 12 + 12
     assert verdict.value("compiled_graphs") == 3
+
+
+def test_modules_that_share_a_weight_hold_the_same_object_themselves():
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "inner": nn.Sequential(nn.Linear(4, 4)), "equal": nn.Linear(4, 4)})
+    first, inner, equal = model.values()
+    equal.load_state_dict(first.state_dict())
+    assert not modules_sharing_weights(model, first), "equal numbers are not a tie"
+    inner[0].bias = first.bias
+    assert modules_sharing_weights(model, first) == [inner[0]], "not the container around it"
+    assert modules_sharing_weights(model, inner) == [first]

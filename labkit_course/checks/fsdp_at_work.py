@@ -1,19 +1,18 @@
 """Checks of lab 2b, FSDP at work."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import labkit
-from labkit.session.timeline import LaneBar, exposed_us
 from labkit.theory import fsdp as theory
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 from labkit_course.checks import judge
 from labkit_course.checks.fsdp import (
+    ERROR_HINTS,
     SIZES_TEXT,
     TOLERANCES,
     collective_count,
@@ -22,14 +21,20 @@ from labkit_course.checks.fsdp import (
 )
 from labkit_course.checks.judge import Verdict, exercise
 from labkit_course.checks.ranks import fsdp as ranks_fsdp
-from labkit_course.checks.traffic import Totals, traffic_text
+from labkit_course.checks.traffic import Totals, expect_traffic, traffic_text
 
 SHARED_HINT = (
     "All ranks train the shared part together: sum over the ranks, divide by their number."
 )
 EXPERT_HINT = "A rank's expert is its own: nothing of it may travel. Divide it by the ranks."
-IDENTITY_HINT = "Tied means the same object: compare with `is`, or look it up in a set."
-FLOAT32_BYTES = 4
+# By the call whose number or bytes are wrong; the root alone is gathered once.
+WRAPPING_HINTS = {
+    "shard/all_gather": "Units: the tied pair, each block, the root. All of them gather bfloat16.",
+    "shard/reduce_scatter": "Does the policy of every unit, the root's too, reduce in float32?",
+    "replicate/all_reduce": "Each unit averages its shard over the groups, in float32.",
+}
+TWICE_WRAPPED = {"already managed by another FSDP": "two units would hold the tied matrix"}
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 
 
 @exercise
@@ -119,43 +124,43 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
 
 
 @exercise
-def forgotten_blocks(answer: Callable[..., list[int]]) -> Verdict:
-    """Exercise 3: the numbers of the blocks that are no units, from (gathered, blocks)."""
-    toy = [f"net.{place}" for place in range(4, 8)]
-    long = [f"layers.{index}" for index in range(11)]
-    numbers = "Count the blocks from 0, in the order of the model: net.4 is block 0."
-    once = "A block whose parameters are kept is gathered once, and is wrapped all the same."
-    several = "More than one block may be forgotten."
-    whole_names = "Compare whole names: layers.1 is a part of layers.10."
-    # Words, what is wrapped, all blocks, whether each is gathered twice, and a hint.
+def exposed_ms(answer: Callable[..., float]) -> Verdict:
+    """Exercise 3: milliseconds of messages behind which nothing computes, from two lanes' bars."""
+    bar, hidden = (0.0, 10.0), "While the rank computes, a message is hidden."
+    pieces = "Only a part of this message lies behind computing: the rest is exposed."
+    several = "Each bar of computing may hide a part of each message."
     cases = [
-        ("blocks net.4 to net.7, all gathered twice", toy, toy, True, "No block is missing here."),
-        ("net.4 to net.7 without net.6", toy[:2] + toy[3:], toy, True, numbers),
-        ("net.4 to net.7 without net.4 and net.7", toy[1:3], toy, True, several),
-        ("blocks net.4 to net.7, all gathered once", toy, toy, False, once),
-        ("layers.0 to layers.10 without layers.1", long[:1] + long[2:], long, True, whole_names),
+        ([bar], [(10.0, 14.0)], "This message travels when nothing computes: all of it counts."),
+        ([bar], [(2.0, 6.0)], hidden),
+        ([bar], [(8.0, 14.0)], pieces),
+        ([(4.0, 6.0)], [(0.0, 10.0)], pieces),
+        ([bar, (12.0, 20.0)], [(8.0, 15.0)], several),
+        ([bar, (30.0, 40.0)], [(1.0, 3.0), (6.0, 14.0), (28.0, 29.0)], several),
+        ([bar], [], "Without a message nothing is exposed."),
     ]
-    for what, wrapped, blocks, again, hint in cases:
-        gathered = ["root", *wrapped, *(wrapped[::-1] if again else [])]
-        asked = f"for {what}, {judge.answer_name(answer)}"
-        found = judge.call_answer(answer, gathered, [*blocks], in_words=asked)
-        right = [index for index, block in enumerate(blocks) if block not in wrapped]
-        said = f"{asked} gave {judge.value_text(found)}"
-        is_list = isinstance(found, list) and all(type(each) is int for each in found)
-        judge.expect(is_list, f"{said}, not a list of whole numbers")
-        judge.expect(sorted(found) == right, said, right, hint)
-    return judge.passing_verdict(f"{len(cases)} steps agree")
+    return judge.judge_cases(answer, exposed_length, cases)
 
 
-def hidden_gather_ms(result: labkit.RunResult) -> float:
-    """Return the milliseconds for which rank 0 computes while an all-gather is on its way."""
-    bars = result.frame.query("kind == 'bar' and rank == 0")
-    names = [each.name for each in fields(LaneBar)]
-    computing, gathers = (
-        [LaneBar(*bar) for bar in bars.query(chosen)[names].itertuples(index=False)]
-        for chosen in ("lane == 'compute'", "lane == 'communication' and phase == 'all_gather'")
+def exposed_length(
+    computing: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]
+) -> float:
+    """Return how long a message is on its way while nothing computes.
+
+    Bars are starts and ends, and those of a lane do not overlap.
+    """
+    total = sum(end - start for start, end in messages)
+    return total - sum(
+        max(0.0, min(end, until) - max(start, begun))
+        for start, end in messages
+        for begun, until in computing
     )
-    return (exposed_us(gathers) - exposed_us([*computing, *gathers])) / 1000
+
+
+def lane_bars(result: labkit.RunResult, lane: str) -> list[tuple[float, float]]:
+    """Return start and end, in ms, of rank 0's bars in a lane: compute or communication."""
+    bars = result.frame.query("kind == 'bar' and rank == 0 and lane == @lane")
+    starts = bars["start_us"] / 1000
+    return list(zip(starts, starts + bars["dur_us"] / 1000, strict=True))
 
 
 @exercise
@@ -181,84 +186,82 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     return judge.passing_verdict(f"{seen}, one for each block")
 
 
-@dataclass(frozen=True)
-class TyingCase:
-    """A part ``block`` of a model, all modules that must be in its unit, and what is tied where."""
-
-    model: nn.Module
-    block: nn.Module
-    together: set[nn.Module]
-    where: str
-
-
 @exercise
-def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
-    """Exercise 4: the modules that must share a unit with a block, from (model, block).
+def shard_model(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
+    """Exercise 4: wrap a language model with tied weights, from (model, group), on real ranks."""
 
-    They are the block, and the modules outside it that directly hold one of its parameters.
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        where, group = f"on rank {index},", ranks_fsdp.GROUP
+        hint = "What lies in no other unit is the root's: give fully_shard the model, at the end."
+        whole = output["whole"]
+        judge.expect(not whole, f"{where} {' and '.join(whole[:2])} did not get sharded", hint=hint)
+        sizes = {
+            name: each.numel() for name, each in ranks_fsdp.SmallLanguageModel().named_parameters()
+        }
+        for name, kept in output["kept"].items():
+            said, right = (
+                f"{where} a rank keeps {kept} of the {sizes[name]} of",
+                sizes[name] // group,
+            )
+            hint = "The last axis of the mesh shards, and the one before it replicates."
+            judge.expect(kept == right, f"{said} {name}", right, hint)
+            kind = output["dtypes"][name]
+            hint = "Only what is gathered is bfloat16: leave that to the policy."
+            judge.expect(kind == "torch.float32", f"{where} {name} is kept in {kind}", hint=hint)
+        first = index // group * group
+        neighbours = [*range(first, first + group)]
+        said = f"{where} its parameters are shared by ranks {output['group']}"
+        judge.expect(output["group"] == neighbours, said, neighbours, "Neighbours make a group.")
+        _expect_mean_gradients(ranks, output["gradients"], where)
+        for name, right in wrapped_traffic(ranks).items():
+            sent = {name: output["sent"].get(name, [0, 0])}
+            said = f"{where} the gradients are right, but a step sends"
+            expect_traffic(sent, {name: right}, said, WRAPPING_HINTS[name])
+
+    how: dict[str, Any] = {"sizes": (4, 2), "hints": ERROR_HINTS | TWICE_WRAPPED}
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="wrap", **how)
+    return judge.passing_verdict("on 4 and 2 ranks: shares, gradients, calls and bytes are right")
+
+
+def wrapped_traffic(ranks: int) -> dict[str, list[int]]:
+    """Return calls and bytes that a step of the wrapped language model hands over, by axis.
+
+    A single group has nobody to average with, and may call or not.
     """
-    cases = tying_cases()
-    for case in cases:
-        names = {module: repr(name) for name, module in case.model.named_modules()}
-        names[case.model] = "the model"
-        asked = f"{judge.answer_name(answer)}(model, {names[case.block]}), where {case.where},"
-        # A RuntimeError comes of comparing tensors, which cannot tell if they are equal.
-        given = (case.model, case.block)
-        found = judge.call_answer(answer, *given, in_words=asked, hint=IDENTITY_HINT)
-        form = f"{asked} gave {judge.value_text(found)}: return a list of modules of the model"
-        judge.expect(isinstance(found, list), form)
-        judge.expect(all(isinstance(each, nn.Module) and each in names for each in found), form)
-        wrong = {"left out": case.together - {*found}, "took in": {*found} - case.together}
-        # The model's own order, so that the words are the same each time.
-        said = []
-        for what, modules in wrong.items():
-            listed = ", ".join(names[module] for module in names if module in modules)
-            said += [f"{what} {listed}"] if listed else []
-        judge.expect(not said, f"{asked} {' and '.join(said)}", hint=_tying_hint(case, found))
-    return judge.passing_verdict(f"{len(cases)} models agree")
+    model, group = ranks_fsdp.SmallLanguageModel(), ranks_fsdp.GROUP
+    units = [model.embedding, *model.blocks]
+    inner = [sum(each.numel() for each in unit.parameters()) for unit in units]
+    root = sum(each.numel() for each in model.norm.parameters())
+    # The root stays gathered between the passes.
+    gathered = (2 * sum(inner) + root) // group
+    count, every = len(inner) + 1, sum(inner) + root
+    sent = {
+        "shard/all_gather": [2 * len(inner) + 1, BFLOAT16_BYTES * gathered],
+        "shard/reduce_scatter": [count, FLOAT32_BYTES * every],
+    }
+    if ranks > group:
+        sent["replicate/all_reduce"] = [count, FLOAT32_BYTES * every // group]
+    return sent
 
 
-def _tying_hint(case: TyingCase, found: list[nn.Module]) -> str:
-    extra = {*found} - case.together
-    if not case.together <= {*found}:
-        return "Look at every module of the model, and at each parameter, also deep inside."
-    if extra & {*case.block.modules()}:
-        return "What is inside the block is in its unit already."
-    if any(not [*module.parameters(recurse=False)] for module in extra):
-        return "A container holds nothing itself, its parts do: see parameters(recurse=False)."
-    return IDENTITY_HINT
-
-
-def tying_cases() -> list[TyingCase]:
-    """Return the cases, from nothing tied to a tie of three, with pitfalls between."""
-    copied = _tying_case("the output layer's weight is a copy of the embedding's", "embedding")
-    embedding, output = (copied.model.get_submodule(name) for name in ("embedding", "output"))
-    # Two separate parameters with equal values, instead of a shared one.
-    output.load_state_dict(embedding.state_dict(), strict=False)
-    inside = "two layers inside the block share a weight"
-    bias = "a layer inside it shares a bias with another block's"
-    return [
-        _tying_case("nothing is tied", "blocks.0"),
-        _tying_case("the output layer has the embedding's weight", "embedding", "output"),
-        _tying_case(inside, "blocks.0", "blocks.0.2", first="blocks.0.0"),
-        copied,
-        _tying_case(bias, "blocks.0", "blocks.1.0", first="blocks.0.2", name="bias"),
-        _tying_case("three modules share its weight", "output", "embedding", "heads.0"),
-    ]
-
-
-def _tying_case(
-    where: str, block: str, *others: str, first: str = "", name: str = "weight"
-) -> TyingCase:
-    """Give the other modules the named parameter of ``first``, which is the block by default."""
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
-    parts = {"embedding": nn.Embedding(6, 4), "blocks": nn.Sequential(*blocks)}
-    parts |= {"output": nn.Linear(4, 6), "heads": nn.Sequential(nn.Linear(4, 6))}
-    model = nn.ModuleDict(parts)
-    unit, modules = model.get_submodule(block), [model.get_submodule(each) for each in others]
-    for module in modules:
-        setattr(module, name, getattr(model.get_submodule(first or block), name))
-    return TyingCase(model, unit, {*modules} - {*unit.modules()} | {unit}, where)
+def _expect_mean_gradients(ranks: int, gradients: dict[str, Tensor], where: str) -> None:
+    """Expect the mean of what the ranks' tokens give on one device that computes in bfloat16."""
+    own = []
+    for rank in range(ranks):
+        model = ranks_fsdp.SmallLanguageModel().bfloat16()
+        own.append(ranks_fsdp.language_model_gradients(model, rank))
+    for name in own[0]:
+        mean = torch.stack([each[name].float() for each in own]).mean(dim=0)
+        said = f"{where} the gradient of {name}"
+        judge.expect(name in gradients, f"{said} is gone")
+        likely = {f"rank {rank}'s alone": each[name].float() for rank, each in enumerate(own)}
+        likely["the sum over the ranks"] = ranks * mean
+        # Kernels round differently with other numbers of threads.
+        near = {"rtol": 0.0, "atol": 0.02 * float(mean.abs().max())}
+        hint = "Every parameter belongs to one unit, and all units average over all ranks."
+        judge.expect_close(
+            gradients[name].float(), mean, f"{said} is", likely, "wrong", hint=hint, **near
+        )
 
 
 @exercise

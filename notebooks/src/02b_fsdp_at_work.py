@@ -3,12 +3,12 @@
 #
 # This companion of lab 2 covers what you meet when you train your own model with FSDP. After it you can
 #
-# - predict the peak of a step by a ledger, and write a test of gradients that can fail;
+# - predict the peak of parameters, gradients and optimizer state, and write a test of gradients that can fail;
 # - read a time line, and find a block that somebody forgot to wrap;
-# - use mixed precision, frozen and tied parameters, HSDP and sharded checkpoints.
+# - wrap a model yourself, with mixed precision, tied weights and HSDP, and save and load it.
 #
 # You need lab 2. The notebook takes about {core_minutes} minutes. Once the cells above section 1 have run, its parts can
-# be read in any order, but for section 9, which uses your test of section 3.
+# be read in any order, but for section 8, which needs 5 and 7.
 
 # %% tags=["nbval-ignore-output"]
 import copy
@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import labkit
 from labkit import doctor, plots
 from labkit.config import require
+from labkit.theory import emulated_steps
 from labkit.theory import fsdp as theory
 from labkit_course import widgets
 from labkit_course.checks import fsdp_at_work as checks
@@ -46,14 +47,14 @@ require("BATCH", BATCH, at_least=1, because="a step needs a sample")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of this lab, else the CPU
 
+# Lab 2's stack of three blocks, whose inner widths are 3, 4 and 3 times DIM
 SETUP = {"nproc": RANKS, "model": "mlp_stack", "dim": DIM, "batch": BATCH, "steps": STEPS}
 UNITS = [4 * (2 * times * DIM**2 + (times + 1) * DIM) for times in (3, 4, 3)]  # bytes of each block's parameters
 PARAMETERS = sum(UNITS) // 4
-TOLD = (RANKS, DIM, BATCH) == (2, 128, 32)  # the values that the text speaks of
-layers, five = (theory.mlp_stack_layers("block", DIM, blocks) for blocks in (3, 5))
-FIVE_BLOCKS = sum(layer.elements for layer in five)  # parameters of a stack of five
+TOLD = (RANKS, DIM, BATCH) == (2, 128, 32)  # whether the text's numbers are those of this run
+layers = theory.mlp_stack_layers("block", DIM, 3)  # the stack as labkit's formulas know it
 predicted = theory.step_collectives(layers, RANKS) | theory.resident_bytes(layers, RANKS)
-block = labkit.run("fsdp_wrap", wrap="block", **SETUP)
+block = labkit.run("fsdp_wrap", wrap="block", **SETUP)  # each block a unit, for comparison
 
 # %% [markdown]
 # ## 1. Gather once or twice ({minutes} minutes)
@@ -64,13 +65,14 @@ block = labkit.run("fsdp_wrap", wrap="block", **SETUP)
 # block stays in memory until its backward pass is over.
 #
 # From lab 2: a module given to `fully_shard` is a **unit**, and what lies in no other unit is the **root's**. Here each
-# block is a unit, and the root owns no parameters. We try both ways with eight blocks on four ranks. Commit: how many
-# all-gathers does a step take if the blocks are kept?
+# block is a unit, and the root owns no parameters. We try both ways with eight blocks on four ranks. All blocks together
+# have 3.56 MB of parameters. If they are freed, two are whole at the peak: one computes its backward pass, and the next
+# one has been gathered ahead. Commit: how many MB does the peak grow if the blocks are kept?
 
 # %% tags=["commit"]
-mine_kept = commit(kept=None)
+mine_kept = commit(more_mb=None)
 ### BEGIN SOLUTION
-mine_kept = commit(kept=8)
+mine_kept = commit(more_mb=3.56 * 6 / 8)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
@@ -79,39 +81,38 @@ choices = {"freed": True, "kept": False}
 deep = {
     name: labkit.run("fsdp_wrap", wrap="block", reshard_after_forward=freed, **DEEP) for name, freed in choices.items()
 }
-print(f"you predicted {prediction_text(mine_kept['kept'])} all-gathers if the blocks are kept")
+print(f"you predicted {prediction_text(mine_kept['more_mb'], '.2f')} MB more if the blocks are kept")
 for name, run in deep.items():
     count, peak_mb = run.value("all_gather_count"), run.value("peak_total_bytes") / 1e6
-    print(f"{name}: {count:.0f} all-gathers, {peak_mb:.1f} MB at the peak")
+    print(f"{name}: {count:.0f} all-gathers, {peak_mb:.2f} MB at the peak")
 
 # %% tags=["claim"]
 claim("half the all-gathers", 2 * deep["kept"].value("all_gather_count") == deep["freed"].value("all_gather_count"))
-ratio = deep["kept"].value("peak_total_bytes") / deep["freed"].value("peak_total_bytes")
-claim("keeping costs a quarter more", 1.2 < ratio < 1.35, where=(DIM, BATCH) == (128, 32))
-plans = [("block", False), ("block", True), ("layer", False), ("layer", True)]  # what the explorer draws
-peaks_mb = [
-    theory.fsdp_step_peak(theory.mlp_stack_layers(wrap, 128), 256, 2, checkpointing=again)["total"] / 1e6
-    for wrap, again in plans
-]
-claim("only both together stay below 5 MB", [round(peak, 2) for peak in peaks_mb] == [5.98, 5.59, 5.26, 4.86])
+more_mb = (deep["kept"].value("peak_total_bytes") - deep["freed"].value("peak_total_bytes")) / 1e6
+claim("keeping costs 2.6 MB", round(more_mb, 1) == 2.6, where=(DIM, BATCH) == (128, 32))
+deep_mb = sum(layer.elements for layer in theory.mlp_stack_layers("block", DIM, 8)) * 4 / 1e6
+claim("eight blocks have 3.56 MB", round(deep_mb, 2) == 3.56, where=DIM == 128)
 
 # %% [markdown]
-# Keeping the parameters costs a quarter more memory at the peak here. The explorer draws a step event by event: what a
-# rank of two holds, and beside it what it sends. The dotted line is a device's memory, a budget of 5 MB. By default the
-# peak is 1 MB above it. Get below with two ranks, 32 sequences and float32: what do you change?
+# Keeping saves half of the all-gathers, and costs six blocks' parameters, 2.6 MB.
 #
-# <details><summary>One way</summary>
-#
-# Recompute the activations (5.59 MB), or make each layer a unit (5.26 MB): neither is enough, and both together need
-# 4.86 MB. Gathering once, instead of twice, changes nothing with three blocks, because gathering twice holds two at
-# the peak anyway: one computes, and the next one is gathered ahead.
-#
-# </details>
+# The explorer draws a step event by event: what a rank of two holds, and below it what it sends. The dotted line is a
+# device's memory, a budget of 5 MB. By default the peak is 1 MB above it. Get below with two ranks, 32 sequences and
+# float32: what do you change?
 
 # %%
 widgets.WrappingExplorer()
 
+# %%
+plans = {"blocks": ("block", False), "blocks, recomputed": ("block", True)}
+plans |= {"layers": ("layer", False), "layers, recomputed": ("layer", True)}
+for name, (wrap, again) in plans.items():
+    need = theory.fsdp_step_peak(theory.mlp_stack_layers(wrap, 128), 256, 2, checkpointing=again)
+    print(f"{name}: {need['total'] / 1e6:.2f} MB")
+
 # %% [markdown]
+# Only both together stay below 5 MB: recomputed activations, and each layer a unit.
+#
 # *Takeaway: keeping the parameters saves a third of the bytes on the wire, and costs memory.*
 #
 # ## 2. A ledger of memory ({minutes} minutes)
@@ -124,16 +125,15 @@ widgets.WrappingExplorer()
 # Here is the ledger of lab 2's small FSDP, activations left out. `units` are the bytes of each unit's parameters, in
 # the order of the forward pass. The previous step's gradients are dropped before the forward pass begins.
 #
-# | event of a unit's backward pass | in the ledger |
+# | when | in the ledger |
 # |---|---|
-# | always there | this rank's share of the parameters, and of Adam's two numbers for each |
+# | from the beginning to the end of the step | this rank's share of the parameters, and of Adam's two numbers for each |
 # | a unit's gradients are complete | its gathered parameters are freed |
-# | they become one flat row | a row as large as the whole unit is made, and the gradients are dropped |
-# | there must be room for the result | this rank's share of the unit's gradients, which stays to the end of the step |
-# | reduce-scatter | a second copy of the row, made by Gloo, the backend for CPUs (NCCL, on GPUs, needs none of that size) |
+# | the gradients are copied into one flat row | a row as large as the whole unit is added, and then the gradients are dropped |
+# | before the reduce-scatter | this rank's share of the unit's gradients is added, and stays to the end of the step |
+# | during the reduce-scatter | a second copy of the row, made by Gloo, the backend for CPUs; NCCL, on GPUs, needs none of that size |
 #
-# The network of this lab has three blocks, whose inner widths are 3, 4 and 3 times `DIM`. How many bytes are held at its peak? It
-# lies at the reduce-scatter of one of the units.
+# How many bytes are held at the peak? It lies at the reduce-scatter of one of the units.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -187,14 +187,22 @@ plots.comparison_table(block, peak, tolerance=0.01)
 
 # %% tags=["claim"]
 inner = layers[2].outputs * 8 * BATCH * 4  # bytes of the widest activation
-claim("gradients before and behind its ReLU", ledger.peak["temp"] == 2 * inner + 4 * layers[3].elements, where=TOLD)
+weight = 4 * layers[3].elements  # bytes of the weight behind it, and of its bias
+claim(
+    "gradients before and behind its ReLU, and one of a weight", ledger.peak["temp"] == 2 * inner + weight, where=TOLD
+)
+claim("524,288 and 262,656 bytes", (inner, weight) == (524_288, 262_656), where=TOLD)
+claim("the second block is whole", ledger.peak["unsharded_parameter"] == UNITS[1], where=TOLD)
+claim("the first one is gathered ahead", ledger.peak["all_gather"] == UNITS[0], where=TOLD)
 whole_mb = block.value("peak_total_bytes") / 1e6
 claim("5.98 MB", round(whole_mb, 2) == 5.98, where=TOLD)
 claim("this ledger is within 1 %", abs(1e6 * whole_mb / ledger.peak["total"] - 1) < 0.01, where=TOLD)
 
 # %% [markdown]
-# With activations the peak, 5.98 MB, does not lie at a reduce-scatter, but in the middle of the second block's backward
-# pass: at its inner ReLU the gradients before and behind it, as wide as the widest layer, exist at once.
+# Its rows tell where the peak of 5.98 MB lies. The gathered parameters, 526,848 bytes, are those of the second block,
+# and an all-gather's buffer holds the first one, gathered ahead. The temporary 1,311,232 bytes are 2 × 524,288 +
+# 262,656: the gradients behind and before the block's inner ReLU, as wide as the widest layer, and that of the weight
+# behind the ReLU, with its bias. So the peak lies in the middle of the second block's backward pass.
 #
 # *Takeaway: without activations the peak lies at the reduce-scatter of a large unit, and with them inside its backward
 # pass.*
@@ -210,7 +218,7 @@ claim("this ledger is within 1 %", abs(1e6 * whole_mb / ledger.peak["total"] - 1
 # <details><summary>Hint 1</summary>
 #
 # What does your test say of two empty dicts? Of a gradient that is NaN? Of a reference that is infinite? Of a gradient
-# of shape (1,) beside one of shape (3,)?
+# of shape (1,) compared with one of shape (3,)?
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -241,9 +249,9 @@ checks.gradients_agree(gradients_agree)
 
 
 # %%
-def whole_gradients(model: nn.Module, *inputs: torch.Tensor, factor: float = 1) -> dict[str, torch.Tensor]:
+def whole_gradients(model: nn.Module, inputs: torch.Tensor, factor: float = 1) -> dict[str, torch.Tensor]:
     """Return the gradients of the output's mean square, times a factor, by name."""
-    (factor * model(*inputs).square().mean()).backward()
+    (factor * model(inputs).square().mean()).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
@@ -267,116 +275,185 @@ dist.destroy_process_group()
 #
 # ## 4. Read a time line ({minutes} minutes)
 #
-# `torch.profiler` records one step, here twice. Each block computes 5 ms longer, so that there is something to hide
-# behind. In the second step labkit prefetches: while a block computes, the next one is on its way. On GPUs FSDP2 does
-# this by itself; `block.set_modules_to_forward_prefetch([next_block])` asks for more.
+# `torch.profiler` records one step, and labkit draws it. Two ranks emulate devices whose times are known: a block's
+# forward pass takes 20 ms and its backward pass 40 ms, and the all-gathers of the three blocks take 9, 12 and 9 ms, as
+# do their reduce-scatters. A message is **exposed** while it travels and nothing computes.
+#
+# In the backward pass FSDP2 asks for the next block ahead, before this one computes. Whether the message then overlaps
+# with the computing depends on the backend. On GPUs it does, while on CPUs FSDP2 waits for each message at once. The
+# gathers of each pass and the reduce-scatters take 30 ms, and all 90 ms are exposed.
+#
+# labkit's `prefetch=True` removes that wait from the all-gathers, and also asks ahead in the forward pass, as
+# `block.set_modules_to_forward_prefetch([next_block])` does in your own script. The reduce-scatters are still waited
+# for. Commit: how many of the 90 ms are exposed then?
+
+# %% tags=["commit"]
+mine_exposed = commit(exposed_ms=None)
+### BEGIN SOLUTION
+mine_exposed = commit(exposed_ms=9 + 9 + 30)
+### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-slow = SETUP | {"timeline": True, "delay_ms": 5.0, "dim": 512, "batch": 4, "steps": 2}
-hidden_ms = []
+gathers_s = 0.030  # of all three blocks; a rank sends its half
+device = labkit.Emulated(gb_per_s=sum(UNITS) / RANKS * (RANKS - 1) / gathers_s / 1e9, forward_ms=20)
+profiled = {}
 for prefetch in (False, True):
-    profiled = labkit.run("fsdp_wrap", prefetch=prefetch, **slow)
-    hidden_ms.append(checks.hidden_gather_ms(profiled))
-    print(f"prefetch={prefetch}: {hidden_ms[-1]:.1f} ms of all-gathers lie behind computing")
-    _ = plots.timeline(profiled, ranks=[0])
+    profiled[prefetch] = labkit.run(
+        "fsdp_wrap", prefetch=prefetch, emulate=device, timeline=True, **SETUP | {"steps": 1}
+    )
+    _ = plots.timeline(profiled[prefetch], ranks=[0])
 
 # %% [markdown]
 # *One rank without prefetching, and with it; the numbers are those of the blocks. Exposed time is underlined. With
-# prefetching some all-gathers lie below computing.* Since they use the same cores, both take longer. And on CPU ranks the
-# backward pass waits for every reduce-scatter.
+# prefetching four all-gathers lie below computing.*
 #
-# The raw traces are in the folder of the run, and ui.perfetto.dev opens them.
+# The first gather of each pass has nothing to hide behind, and neither has a reduce-scatter. The raw traces are in the
+# folder of the run, and ui.perfetto.dev opens them.
 #
-# ### Exercise 3: the forgotten block (•, {minutes} minutes)
+# ### Exercise 3: measure what is exposed (•, {minutes} minutes)
 #
-# Somebody wrapped all nine blocks of another model but one, which a seed chose. It still trains. The forgotten block has
-# no all-gather of its own: its parameters are gathered with the root's, and are whole until the backward pass is over.
-
-# %% tags=["nbval-ignore-output"]
-toy = {"nproc": RANKS, "model": "toy", "hidden": 256, "narrow": 256, "steps": 2}
-mystery, complete = (labkit.run("fsdp_wrap", forget=seed, timeline=True, **toy) for seed in (2026, None))
-for what, run in {"all but one": mystery, "all wrapped": complete}.items():
-    print(f"{what}: {run.value('peak_total_bytes') / 1e6:.2f} MB at the peak")
-
-# %% tags=["claim"]
-claim("prefetching hides all-gathers", hidden_ms[1] > hidden_ms[0])
-claim("the forgotten block costs memory", mystery.value("peak_total_bytes") > complete.value("peak_total_bytes"))
-
-# %% [markdown]
-# A count finds out at once that something is missing. Here the blocks are freed after the forward pass, and nothing is
-# frozen. So the root is gathered once, each other unit twice, and each is reduced once: all-gathers less reduce-scatters
-# is the number of wrapped blocks. The next verdict is red, as it should be: it is about the run, not about you.
-
-# %%
-checks.every_block_wrapped(mystery, blocks=9)
-
-# %% [markdown]
-# Which block is it? `gathered` has for each all-gather of a step the name of its unit, and `blocks` the names of all
-# blocks, in the order of the model. Return the numbers, counted from 0, of all forgotten blocks.
+# `computing` and `messages` are the bars of the two lanes, each a start and an end in ms. Bars of the same lane do not
+# overlap. Return for how many ms a message is on its way while nothing computes.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1</summary>
 #
-# `enumerate(blocks)` gives numbers and names.
+# Subtract from the length of all messages what lies behind computing, for each message and each bar of computing.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Two bars share the time from the later start to the earlier end. What if the later start comes after that?
 #
 # </details>
 
 
 # %%
-def forgotten_blocks(gathered: list[str], blocks: list[str]) -> list[int]:
+def exposed_ms(computing: list[tuple[float, float]], messages: list[tuple[float, float]]) -> float:
     ### BEGIN SOLUTION
-    return [index for index, block in enumerate(blocks) if block not in gathered]
+    hidden = 0.0
+    for start, end in messages:
+        for begun, done in computing:
+            hidden += max(0, min(end, done) - max(start, begun))
+    return sum(end - start for start, end in messages) - hidden
     ### END SOLUTION
 
 
 # %%
-checks.forgotten_blocks(forgotten_blocks)
+checks.exposed_ms(exposed_ms)
+
+# %% tags=["nbval-ignore-output"]
+print(f"with prefetching, you predicted {prediction_text(mine_exposed['exposed_ms'], '.0f')} ms")
+found_ms = {prefetch: run.value("exposed_communication") for prefetch, run in profiled.items()}
+for prefetch, run in profiled.items():
+    computing, messages = (checks.lane_bars(run, lane) for lane in ("compute", "communication"))
+    shown = prediction_text(exposed_ms(computing, messages), ".0f")
+    print(f"prefetch={prefetch}, exposed ms: {shown} by your function, {found_ms[prefetch]:.0f} by labkit's")
+
+# %% tags=["claim"]
+shards = [emulated_steps.FSDPUnit(size / RANKS) for size in UNITS]
+steps_ms = [1e3 * emulated_steps.fsdp_step_s(device, RANKS, shards, prefetch=ahead) for ahead in (False, True)]
+claim("90 ms, and 48", [round(each - 3 * 60) for each in steps_ms] == [90, 48], where=TOLD)
+gather_ms = [1e3 * device.collective_s("all_gather", size / RANKS, RANKS) for size in UNITS]
+claim("9, 12 and 9 ms", [round(each) for each in gather_ms] == [9, 12, 9], where=DIM == 128)
+claim("without prefetching all is exposed", abs(found_ms[False] - 90) < 5, where=TOLD)
+claim("with it close to 48 ms are", 45 < found_ms[True] < 60, where=TOLD)
 
 # %% [markdown]
-# Now the mystery: its blocks stand at positions 4 to 12 of the model.
+# **The forgotten block.** Somebody wrapped all blocks of another model but one, which a seed chose. The nine blocks
+# stand at the positions 4 to 12 of the model, and the figures name them so. Training goes on as if nothing were wrong.
+
+# %% tags=["nbval-ignore-output"]
+toy = {"nproc": RANKS, "model": "toy", "hidden": 256, "narrow": 256, "steps": 1}
+toy |= {"emulate": labkit.Emulated(latency_us=3000 / (RANKS - 1), forward_ms=8), "timeline": True}  # 3 ms a gather
+mystery, complete = (labkit.run("fsdp_wrap", forget=seed, **toy) for seed in (2026, None))
+for what, run in {"all but one": mystery, "all wrapped": complete}.items():
+    print(f"{what}: loss {run.value('loss'):.4f}, {run.value('peak_total_bytes') / 1e6:.2f} MB at the peak")
+_ = plots.timeline(mystery, ranks=[0])
+
+# %% tags=["claim"]
+claim("the forgotten block costs memory", mystery.value("peak_total_bytes") > complete.value("peak_total_bytes"))
+claim("the loss is the same", round(mystery.value("loss") / complete.value("loss"), 5) == 1)
+
+# %% [markdown]
+# The loss is the same, and the peak is higher, because the forgotten block is gathered with the root and stays whole
+# until the backward pass is over. Look at the time line, and commit: which position was forgotten?
+
+# %% tags=["commit"]
+mine_forgotten = commit(position=None)
+### BEGIN SOLUTION
+mine_forgotten = commit(position=5)
+### END SOLUTION
+
+# %% [markdown]
+# A count tells at once *that* a block is missing. If blocks are freed and nothing is frozen, the root is gathered once,
+# each other unit twice, and each is reduced once, so all-gathers less reduce-scatters is the number of wrapped blocks.
+# The next verdict is red, as it should be: it is about the run, not about you.
 
 # %%
-gathers = mystery.frame.query("kind == 'bar' and phase == 'all_gather' and rank == 0")
-print("forgotten:", forgotten_blocks(gathers["name"].tolist(), [f"net.{place}" for place in range(4, 13)]))
+checks.every_block_wrapped(mystery, blocks=9)
+
+# %%
+gathered = set(mystery.frame.query("kind == 'bar' and phase == 'all_gather' and rank == 0")["name"])
+forgotten = [place for place in range(4, 13) if f"net.{place}" not in gathered]
+print(f"never gathered: {forgotten}; you said {prediction_text(mine_forgotten['position'])}")
+
+# %% tags=["claim"]
+bars = mystery.frame.query("kind == 'bar' and lane == 'compute' and rank == 0")
+claim("no bar is named 5", forgotten == [5] and "net.5" not in set(bars["name"]))
+longest_us = bars.query("name == 'root'").groupby("phase")["dur_us"].max()
+claim("the root computes for a block's time", longest_us["forward"] > 6000 and longest_us["backward"] > 12_000)
 
 # %% [markdown]
-# *Takeaway: count all-gathers and reduce-scatters first, and only then ask which units they belong to.*
+# No bar of either lane is named 5. The block computes between 4 and 6, but as a part of the root.
+#
+# *Takeaway: count all-gathers and reduce-scatters first, and then ask a time line which unit is missing or exposed.*
 #
 # ## 5. Fewer bytes: mixed precision ({minutes} minutes)
 #
-# With a `MixedPrecisionPolicy` (from `torch.distributed.fsdp`) the shards stay in float32, but parameters are gathered
-# and used in bfloat16, of 2 bytes a number. In your own script each `fully_shard`, the root's too, gets
-# `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. Gradients are reduced in
-# float32 here, since in bfloat16 a sum of many small numbers loses digits.
-#
-# This time the blocks are also kept between the passes, as in section 1. Commit to what a rank hands to its calls in a
-# step (its shards to the all-gathers, whole rows to the reduce-scatters), and to what it keeps. The three blocks have
-# `PARAMETERS` parameters.
+# With a `MixedPrecisionPolicy` the shards stay in float32, but parameters are gathered and used in bfloat16, of 2 bytes
+# a number. In your own script each `fully_shard`, the root's too, gets it as `mp_policy=`. Its `param_dtype` is what is
+# gathered and computed with, and `reduce_dtype` what gradients are added up in. That should be float32, because
+# bfloat16 keeps 8 binary digits:
+
+# %%
+total = torch.tensor(0, dtype=torch.bfloat16)
+for _ in range(1000):
+    total += 1
+print(f"a thousand ones, added up in bfloat16: {total:.0f}")
+
+# %% [markdown]
+# Commit to what a rank now hands to its calls in a step, and to what it keeps. As in lab 2, it hands its shard to an
+# all-gather, and the whole row to a reduce-scatter. The three blocks have `PARAMETERS` parameters, and are freed and
+# gathered again.
 
 # %% tags=["commit"]
 mine_bytes = commit(all_gather_bytes=None, reduce_scatter_bytes=None, end_parameter_bytes=None)
 ### BEGIN SOLUTION
 mine_bytes = commit(
-    all_gather_bytes=2 * PARAMETERS / RANKS,
+    all_gather_bytes=2 * 2 * PARAMETERS / RANKS,
     reduce_scatter_bytes=4 * PARAMETERS,
     end_parameter_bytes=4 * PARAMETERS / RANKS,
 )
 ### END SOLUTION
 
 # %% tags=["summary"]
-bf16 = labkit.run("fsdp_wrap", precision="bf16", reshard_after_forward=False, **SETUP)
-once = theory.step_collectives(layers, RANKS, reshard_after_forward=False)
-halved = predicted | once | {"all_gather_bytes": once["all_gather_bytes"] // 2}
+bf16 = labkit.run("fsdp_wrap", precision="bf16", **SETUP)
+for name in mine_bytes:
+    print(f"{name} in float32: {block.value(name):,.0f}")
+halved = predicted | {"all_gather_bytes": predicted["all_gather_bytes"] // 2}
 plots.comparison_table(bf16, halved, yours=mine_bytes)
 
 # %% [markdown]
-# *The all-gathers were handed a quarter of the bytes, and what a rank keeps is unchanged. On the wire, a step sends 1/2 +
-# 1 instead of 1 + 1 + 1.*
+# *The all-gathers were handed half of the bytes, and all else is unchanged. On the wire, a step sends 1/2 + 1/2 + 1
+# times the parameters' float32 bytes instead of 1 + 1 + 1.*
 #
 # In the last row Adam's step counts come on top of two numbers a parameter: 4 bytes for each of the 12 tensors.
 
 # %% tags=["claim"]
-claim("a quarter of the bytes", 4 * bf16.value("all_gather_bytes") == block.value("all_gather_bytes"))
-claim("what a rank keeps is unchanged", bf16.value("end_parameter_bytes") == block.value("end_parameter_bytes"))
+claim("a sum of ones stops at 256", total == 256)
+claim("half of the bytes", 2 * bf16.value("all_gather_bytes") == block.value("all_gather_bytes"))
+others = ("all_gather_count", "reduce_scatter_count", "reduce_scatter_bytes", "end_parameter_bytes")
+claim("all else is unchanged", all(bf16.value(name) == block.value(name) for name in others))
 counts_bytes = bf16.value("end_optstate_bytes") - 2 * bf16.value("end_parameter_bytes")
 claim("4 bytes for each of the 12 tensors", counts_bytes == 4 * 12)
 
@@ -386,65 +463,66 @@ claim("4 bytes for each of the 12 tensors", counts_bytes == 4 * 12)
 # ## 6. Frozen parameters ({minutes} minutes)
 #
 # In fine-tuning, part of a model is often frozen, with `requires_grad_(False)`. A frozen unit has no gradients and no
-# optimizer state. We freeze the middle one of three blocks. Commit: how many all-gathers and how many reduce-scatters
-# does a step take?
+# optimizer state. Of four blocks we freeze block 1, then the first two, 0 and 1, and then block 3 as well. Commit: how
+# many all-gathers does a step take in the first case, and how many in the second?
 
 # %% tags=["commit"]
-mine_frozen = commit(all_gather_count=None, reduce_scatter_count=None)
+mine_frozen = commit(block_1=None, blocks_0_and_1=None)
 ### BEGIN SOLUTION
-mine_frozen = commit(all_gather_count=6, reduce_scatter_count=2)
+mine_frozen = commit(block_1=8, blocks_0_and_1=7)
 ### END SOLUTION
 
 # %%
-frozen = labkit.run("fsdp_matrix", freeze=(1,), **SETUP)
-how = {"frozen": ("block 1",)}
-predicted_frozen = theory.step_collectives(layers, RANKS, **how) | theory.resident_bytes(layers, RANKS, **how)
-plots.comparison_table(frozen, predicted_frozen, yours=mine_frozen)
-
-# %% [markdown]
-# The frozen block is gathered in both passes all the same, because the gradients of block 0 come through its weights. And
-# if the first blocks are frozen, as in most fine-tuning? Now of four blocks:
-
-# %%
-fewer = {"0": (0,), "0 and 1": (0, 1), "0, 1 and 3": (0, 1, 3)}
+cases = {"1": (1,), "0 and 1": (0, 1), "0, 1 and 3": (0, 1, 3)}
 short = SETUP | {"layers": 4, "steps": 1}
-fewer = {name: labkit.run("fsdp_matrix", freeze=blocks, **short) for name, blocks in fewer.items()}
+frozen = {name: labkit.run("fsdp_matrix", freeze=blocks, **short) for name, blocks in cases.items()}
 counts = {
-    name: [int(run.value(f"{call}_count")) for call in ("all_gather", "reduce_scatter")] for name, run in fewer.items()
+    name: [int(run.value(f"{call}_count")) for call in ("all_gather", "reduce_scatter")] for name, run in frozen.items()
 }
 for name, (gathers_now, scatters) in counts.items():
     print(f"{name} frozen: {gathers_now} all-gathers, {scatters} reduce-scatters")
+print("you predicted all-gathers:", ", ".join(prediction_text(each) for each in mine_frozen.values()))
 
 # %% tags=["claim"]
 claim("one gather is saved where 0 and 1 are frozen", [*counts.values()] == [[8, 3], [7, 2], [7, 1]])
 
 # %% [markdown]
-# Nothing has to come through the weights of blocks 0 and 1, and yet block 1 is gathered twice: in the backward pass FSDP2
-# gathers ahead whichever block ran before. Only block 0 is spared, and freezing block 3 as well changes nothing about
-# that.
+# Block 1 alone is gathered in both passes like the others, because the gradients of block 0 come through its weights.
+# With the first two frozen, no gradient has to come through theirs, so six gathers would do. But in the backward pass
+# FSDP2 asks ahead for the block that ran before, frozen or not: while block 2 computes, block 1 is gathered. Nothing
+# uses it, and nothing frees it before the end of the backward pass. Block 0 is spared, because block 1 has no backward
+# pass that could ask for it.
 #
-# *Takeaway: freezing saves gradients, their reduce-scatter and optimizer state. Of gathers it saves those of the frozen
-# blocks at the beginning of the model, but for the last of these.*
+# *Takeaway: freezing saves gradients, their reduce-scatter and optimizer state. If the first k blocks are frozen, k − 1
+# of them are gathered once instead of twice.*
 #
 # ## 7. HSDP: shard inside, replicate outside ({minutes} minutes)
 #
 # Inside a host the network is fast, between hosts it is slow. **Hybrid sharding** (HSDP) cuts the ranks into groups.
 # Each group holds all parameters, sharded over its ranks, and gathers and reduces inside. Then each rank averages its
 # shard's gradients with the ranks of the other groups that hold the same shard: one all-reduce for each unit, of a
-# shard's size. In your own script that is `fully_shard` with a mesh of two axes: `init_device_mesh("cuda", (2, 8),
-# mesh_dim_names=("replicate", "shard"))`.
+# shard's size. In your own script that is `fully_shard` with a mesh of two axes. Two hosts of eight GPUs would be
+# `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`.
 #
-# Now four ranks form two groups of two, and train five blocks of `4 * FIVE_BLOCKS` bytes. Commit, for one rank: the bytes
-# that it hands to the all-reduces of a step, and those that it hands to the all-gathers.
+# Now four ranks form two groups of two, and train five blocks. Commit, for one rank: the bytes that it hands to the
+# all-reduces of a step, and those that it hands to the all-gathers.
 
 # %% tags=["commit"]
+five = theory.mlp_stack_layers("block", DIM, 5)
+FIVE_BLOCKS = sum(layer.elements for layer in five)
+print(f"FIVE_BLOCKS = {FIVE_BLOCKS:,} parameters, of 4 bytes each")
 mine_hybrid = commit(all_reduce_bytes=None, all_gather_bytes=None)
 ### BEGIN SOLUTION
 mine_hybrid = commit(all_reduce_bytes=4 * FIVE_BLOCKS / 2, all_gather_bytes=2 * 4 * FIVE_BLOCKS / 2)
 ### END SOLUTION
 
 # %%
-hybrid = labkit.run("fsdp_matrix", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "layers": 5, "steps": 2})
+ways = {"one group of four": 4, "two groups of two": 2}
+setup = SETUP | {"nproc": 4, "layers": 5, "steps": 2}
+hsdp = {name: labkit.run("fsdp_matrix", wrap="block", hybrid=size, **setup) for name, size in ways.items()}
+hybrid = hsdp["two groups of two"]
+for name, run in hsdp.items():
+    print(f"{name}: a rank keeps {run.value('end_parameter_bytes'):,.0f} bytes of parameters")
 half = {"end_parameter_bytes": theory.resident_bytes(five, 2)["end_parameter_bytes"]}
 yours = {"replicate/all_reduce_bytes": mine_hybrid["all_reduce_bytes"]}
 yours |= {"data/all_gather_bytes": mine_hybrid["all_gather_bytes"]}
@@ -455,22 +533,69 @@ plots.comparison_table(hybrid, theory.hybrid_collectives(five, 2) | half, yours=
 # one all-reduce for each of the five blocks.*
 #
 # The slow network carries one all-reduce of a shard for each unit, and no gathers. The price is memory, because a rank
-# holds half of the parameters instead of a quarter.
+# keeps half of the parameters instead of a quarter.
 
 # %% tags=["claim"]
 across = theory.hybrid_collectives(five, 2)["replicate/all_reduce_bytes"]
 claim("along replicate, half of the parameters is handed over", hybrid.value("replicate/all_reduce_bytes") == across)
-claim("a rank holds a half", hybrid.value("end_parameter_bytes") == half["end_parameter_bytes"])
+kept = [4 * FIVE_BLOCKS / run.value("end_parameter_bytes") for run in hsdp.values()]
+claim("a quarter, and a half", kept == [4, 2])
 claim("one all-reduce for each block", hybrid.value("replicate/all_reduce_count") == 5)
 
 # %% [markdown]
 # *Takeaway: HSDP keeps the gathers where the network is fast.*
 #
-# ## 8. How do I save a sharded model? ({minutes} minutes)
+# ## 8. Wrap a model yourself ({minutes} minutes)
 #
-# No rank has the whole model, so there are two ways. With `torch.distributed.checkpoint` each rank writes its part into
-# one folder. Every tensor there knows its place in the whole, so any other number of ranks can load it. Or you gather
-# everything on rank 0 and save one plain file, as long as one host can hold it. Two ranks now train two steps, do both,
+# Now for your own `fully_shard` calls. Language models often use one matrix twice, to embed tokens and to predict them.
+# Such weights are **tied**. If the two modules are in different units, FSDP2 refuses, and its error names the call that
+# works.
+#
+# ### Exercise 4: shard a language model (••, {minutes} minutes)
+#
+# The model has an `embedding`, some `blocks`, a `norm`, and a `head` whose matrix is the embedding's. Shard it in place.
+#
+# - Neighbouring ranks form groups of `group`, and each group holds the whole model: HSDP.
+# - Embedding and head make one unit, and each block makes another. The root has what is left.
+# - Everything is gathered in bfloat16, and kept and reduced in float32.
+#
+# Your function runs on four CPU ranks, then on two, in groups of two. It is judged by what a rank keeps, by gradients,
+# and by the calls and bytes of a step. Whatever it uses of this notebook is copied there.
+#
+# <details><summary>Hint 1</summary>
+#
+# Build the mesh first: how many groups are there? Its last axis is the one that shards.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# All calls get the same `mesh=` and `mp_policy=`, and the model itself comes last.
+#
+# </details>
+
+
+# %%
+def shard_model(model: nn.Module, group: int) -> None:
+    ### BEGIN SOLUTION
+    groups, names = dist.get_world_size() // group, ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (groups, group), mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in ([model.embedding, model.head], *model.blocks):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    ### END SOLUTION
+
+
+# %%
+checks.shard_model(shard_model)
+
+# %% [markdown]
+# *Takeaway: modules that share a parameter share a unit, and every unit gets the same mesh and policy.*
+#
+# ## 9. How do I save a sharded model? ({minutes} minutes)
+#
+# No rank has the whole model. With `torch.distributed.checkpoint` each rank writes its part into one folder. Every
+# tensor there knows its place in the whole, so any other number of ranks can load it. Two ranks train two steps, save,
 # and train on.
 
 
@@ -483,15 +608,11 @@ def start_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return (model(torch.arange(12.0).view(3, 4) / 10) - 1).square().mean()  # each rank has the same samples
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> str:
-    losses = []
+    losses, samples = [], torch.arange(12.0).view(3, 4) / 10  # each rank has the same samples
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(loss_of(model))
+        losses.append((model(samples) - 1).square().mean())
         losses[-1].backward()
         optimizer.step()
     return " ".join(f"{loss:.5f}" for loss in losses)
@@ -502,131 +623,66 @@ PLACE = folder.name  # on a cluster: a folder that all hosts see
 
 # %%
 # %%torchrun -n 2 --use start_training,train,PLACE --name saved
+# saved is this run's name in later cells
 dist.init_process_group("gloo")
 model, optimizer = start_training(seed=0)
 train(model, optimizer, steps=2)
 model_state, optimizer_state = states.get_state_dict(model, optimizer)
-checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{PLACE}/parts")
-options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-whole = states.get_model_state_dict(model, options=options)
-if dist.get_rank() == 0:  # the others hold nothing
-    torch.save(whole, f"{PLACE}/whole.pt")
+checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=PLACE)
 print("two ranks train on:", train(model, optimizer, steps=3))
 dist.destroy_process_group()
 
 # %% [markdown]
-# Only rank 0 holds the whole state: offloading it to every rank would fill the host's memory once per rank. Now three
-# ranks, whose model begins with other values, load the parts, and one device the plain file.
+# Three ranks, whose model begins with other values, now load the parts: once the model's alone, and once Adam's state as
+# well. Commit: without Adam's state, which of the three losses is the first to differ, the first, second or third?
+
+# %% tags=["commit"]
+mine_load = commit(first_to_differ=None)
+### BEGIN SOLUTION
+mine_load = commit(first_to_differ=2)
+### END SOLUTION
 
 # %%
 # %%torchrun -n 3 --use start_training,train,PLACE --name resumed
 dist.init_process_group("gloo")
-model, optimizer = start_training(seed=1)
-model_state, optimizer_state = states.get_state_dict(model, optimizer)
-state = {"model": model_state, "optimizer": optimizer_state}
-checkpoint.load(state, checkpoint_id=f"{PLACE}/parts")  # fills state
-how = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-states.set_state_dict(model, optimizer, **how)  # puts it back
-print("three ranks train on:", train(model, optimizer, steps=3))
+for parts in ("the model", "the model and Adam"):
+    model, optimizer = start_training(seed=1)
+    state = {"model": states.get_model_state_dict(model)}
+    if "Adam" in parts:  # which has not stepped yet: this makes its state, for load to fill
+        state["optimizer"] = states.get_optimizer_state_dict(model, optimizer)
+    checkpoint.load(state, checkpoint_id=PLACE)  # fills the tensors in place
+    states.set_model_state_dict(model, state["model"])
+    if "Adam" in parts:
+        states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    print(f"three ranks, with {parts}:", train(model, optimizer, steps=3))
 dist.destroy_process_group()
 
 # %%
-on_one_device = nn.Linear(4, 6)
-on_one_device.load_state_dict(torch.load(f"{PLACE}/whole.pt", weights_only=True))
-print(f"one device: {loss_of(on_one_device):.5f}")
 folder.cleanup()
+(two,) = (line.split()[-3:] for line in saved.ranks[0].log().splitlines() if "train on" in line)
+alone, both = (line.split()[-3:] for line in resumed.ranks[0].log().splitlines() if "three ranks" in line)
+first = 1 + [a == b for a, b in zip(alone, two, strict=True)].index(False)
+print(f"without Adam's state loss {first} is the first to differ; you: {prediction_text(mine_load['first_to_differ'])}")
 
 # %% tags=["claim"]
-went_on = [run.ranks[0].log().split()[-3:] for run in (saved, resumed)]
-claim("three ranks have the losses of two", went_on[0] == went_on[1])
-claim("one device begins there, too", went_on[0][0] == f"{loss_of(on_one_device):.5f}")
+claim("three ranks have the losses of two", both == two)
+claim(
+    "the second one differs, and the wrong losses fall faster",
+    first == 2 and all(a < b for a, b in zip(alone[1:], two[1:], strict=True)),
+)
 
 # %% [markdown]
-# Three ranks have the losses of two. The second and third depend on Adam's state, so it has come along. One device begins
-# with the same loss.
+# With Adam's state, three ranks have the losses of two. Without it the first loss is right, because it depends on the
+# parameters alone, and the second one differs. No error says so, and here the wrong losses even fall faster: compare
+# them with those of a run that was never stopped.
 #
-# *Takeaway: let each rank write its part, and load it on any number of ranks.*
+# *Takeaway: let each rank write its part, and load model and optimizer on any number of ranks.*
 #
-# ## 9. Tied weights ({minutes} minutes)
-#
-# Language models often use one matrix twice: to embed tokens, and to predict them. If the two modules are in different units,
-# FSDP2 refuses, as you will see below. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit of both.
-#
-# ### Exercise 4: who must share a unit? (••, {minutes} minutes)
-#
-# Return the block, and behind it all modules of `model` outside of the block that hold one of its parameters themselves.
-# Two parameters are tied if they are the same object; equal values are not enough.
-#
-# <details><summary>Hint 1</summary>
-#
-# `module.parameters(recurse=False)` gives the parameters that a module holds itself, and not those of its parts.
-#
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# `set(block.modules())` is all that is inside. A set finds a parameter by identity, while `==`, and `in` of a list,
-# compare numbers.
-#
-# </details>
-
-
-# %%
-def tied_unit(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    ### BEGIN SOLUTION
-    own, inside = set(block.parameters()), set(block.modules())
-    return [block] + [
-        module
-        for module in model.modules()
-        if module not in inside and any(p in own for p in module.parameters(recurse=False))
-    ]
-    ### END SOLUTION
-
-
-# %%
-checks.tied_unit(tied_unit)
-
-# %% [markdown]
-# A transformer whose head has the embedding's matrix is wrapped in the wrong way, each in a unit of its own, and then by
-# your function.
-
-# %%
-# %%torchrun -n 2 --use tied_unit,gradients_agree,whole_gradients,fully_shard,init_device_mesh
-from labkit.models.transformer import TransformerWithSharedParams
-from launch.fsdp_wrap import silence_warnings
-
-silence_warnings()
-dist.init_process_group("gloo")
-mesh, tokens = init_device_mesh("cpu", (2,)), torch.arange(10).view(1, 10).split([6, 4], dim=1)
-for how in ("each alone", "tied_unit"):
-    torch.manual_seed(0)
-    alone = TransformerWithSharedParams(dropout=0.0, add_bn=False)
-    sharded = copy.deepcopy(alone)
-    embedding, head = sharded.embed_tokens, sharded.output_proj
-    try:
-        for unit in [[embedding], [head]] if how == "each alone" else [tied_unit(sharded, embedding) or [embedding]]:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
-        agree = gradients_agree(whole_gradients(sharded, *tokens), whole_gradients(alone, *tokens))
-        print(f"{how}: the gradients are one device's: {agree}")
-    except ValueError as error:
-        print(f"{how}: {error}")
-dist.destroy_process_group()
-
-# %% [markdown]
-# `labkit/parallel/units.py` does the same for every model.
-#
-# *Takeaway: modules that share a parameter share a unit.*
-#
-# ## 10. Experts that must not be averaged ({minutes} minutes)
+# ## 10. Experts ({minutes} minutes)
 #
 # In a mixture of experts, each rank owns an expert of its own, which here sees its own rank's samples only. The shared
-# part is trained by all ranks together, so its gradients are averaged. Averaging the experts would mix unrelated
-# weights.
-#
-# But their gradients have to be scaled. On one device the loss is the mean over all samples. Each rank's own loss is the mean
-# over its own samples, so each sample weighs N times as much in it. Averaging the shared gradients makes up for that.
-# An expert's gradients are not averaged, but they must be divided by N all the same to equal one device's. "Nothing to
-# average, so leave it alone" is a known trap: pytorch/pytorch#160285 and #167178.
+# part is trained by all ranks together. Each rank's loss is the mean over its own samples, of which all ranks have
+# equally many. One device that held all experts would take the mean over all samples of all ranks.
 #
 # <details><summary>How experts are used in large models</summary>
 #
@@ -635,13 +691,18 @@ dist.destroy_process_group()
 #
 # </details>
 #
-# ### Exercise 5: average, but not everything (•, {minutes} minutes)
+# ### Exercise 5: the gradients of one device (•, {minutes} minutes)
 #
-# Every parameter has a gradient: average the shared ones over the ranks. Send nothing for those of `experts`, but divide
-# them by the number of ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks,
-# then on three. Whatever it uses of this notebook is copied there.
+# After this rank's backward pass each parameter has a gradient. Turn it into the one that the single device would have.
+# `experts` are this rank's own parameters, of which nothing may be sent, and `ranks` is the number of ranks. `dist.all_reduce(tensor)` adds a tensor
+# up over all ranks, in place. Your function runs on two real ranks, then on three.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1</summary>
+#
+# How much does a sample weigh in its rank's loss, and how much in the single device's?
+#
+# </details>
+# <details><summary>Hint 2</summary>
 #
 # Go through `model.parameters()`. All ranks must call the same all-reduces in the same order. `experts` is a set, which
 # finds a parameter by identity.
@@ -663,43 +724,21 @@ def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) 
 checks.expert_gradients(average_gradients)
 
 # %% [markdown]
+# Each sample weighs N times as much in its rank's loss as in the single device's. Averaging makes up for that in the
+# shared part. An expert's gradients are not averaged, because that would mix unrelated weights, but they are divided by
+# N all the same. "Nothing to average, so leave it alone" is a known trap: pytorch/pytorch#160285 and #167178.
+#
 # With FSDP2, by its documentation, you shard the expert over a mesh of one rank, its own, and
-# `expert.set_gradient_divide_factor(ranks)` divides its gradient. Gloo cannot, so it is not tried here: compare it with
-# one device on your GPUs.
+# `expert.set_gradient_divide_factor(ranks)` divides its gradient. That has not been tried here: compare it with one
+# device on your GPUs.
 #
 # *Takeaway: average what all ranks train, and only scale what one rank owns.*
 #
-# ## 11. FSDP1 and FSDP2 ({minutes} minutes)
+# ## 11. Take away ({minutes} minutes)
 #
-# PyTorch has two APIs. The older one wraps the model in a new module and flattens each unit's parameters into one, as
-# you did. The newer one changes the model in place, and each parameter becomes a `DTensor`, `Shard(0)`. New code should
-# use the newer.
-#
-# ```diff
-# - from torch.distributed.fsdp import FullyShardedDataParallel
-# - from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-# + from torch.distributed.fsdp import fully_shard
-#
-# - policy = ModuleWrapPolicy({MLP})
-# - model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
-# + for block in model.layers:
-# +     fully_shard(block, mesh=mesh)
-# + fully_shard(model, mesh=mesh)
-#
-# - FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-# + fully_shard(..., reshard_after_forward=False)
-#
-# - with FullyShardedDataParallel.summon_full_params(model):
-# -     weight = model.layers[0].in_proj.weight.clone()
-# + weight = model.layers[0].in_proj.weight.full_tensor()  # all ranks must call it
-# ```
-#
-# *Takeaway: new code uses `fully_shard`.*
-#
-# ## 12. Take away ({minutes} minutes)
-#
-# 1. A ledger of what is allocated and freed predicts the peak before anything runs.
-# 2. Counts of collectives tell what is wrapped, before any time line is read.
+# 1. A ledger of what is allocated and freed predicts the peak before anything runs. A whole one has activations in it,
+#    and the copies that the backend makes.
+# 2. Counts of collectives tell what is wrapped, and a time line tells which unit is missing or exposed.
 # 3. Precision, freezing and what is kept between the passes are choices for each unit.
 #
 # | if | then |
@@ -716,31 +755,46 @@ checks.expert_gradients(average_gradients)
 # 12 forward. Backward the four trained blocks and, gathered ahead, the last frozen one: 17 together.
 #
 # </details>
-# <details><summary>2. HSDP on two hosts of 8: how much does a rank hold, beside FSDP over 16?</summary>
+# <details><summary>2. HSDP on two hosts of 8: how much does a rank hold, compared with FSDP over 16?</summary>
 #
 # Twice as much, an eighth instead of a sixteenth.
 #
 # </details>
-# <details><summary>3. Blocks are kept and gathered in bfloat16. What does a step send, beside DDP's 1 + 1?</summary>
+# <details><summary>3. Blocks are kept and gathered in bfloat16. What does a step send, compared with DDP's 1 + 1?</summary>
 #
 # 1/2 + 1, so it sends less than DDP.
 #
 # </details>
-# <details><summary>4. A run goes on after a load, and its losses look right. What may still be lost?</summary>
-#
-# Adam's state. Compare several losses with those of a run that was never stopped, on the same samples.
-#
-# </details>
-# <details><summary>5. All gradients are NaN on both sides. What does your test of section 3 say?</summary>
+# <details><summary>4. All gradients are NaN on both sides. What does your test of section 3 say?</summary>
 #
 # False: a NaN agrees with nothing, not even with another NaN.
 #
 # </details>
 #
-# <details><summary>Pages</summary>
+# <details><summary>From FSDP1 to FSDP2, and on GPUs</summary>
 #
-# Saving: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. On GPUs the same programs are written to run
-# unchanged, which has not been verified yet.
+# The older API wraps the model in a new module and flattens each unit's parameters into one. The newer one changes the
+# model in place, and each parameter becomes a `DTensor`, `Shard(0)`. New code should use the newer.
+#
+# ```diff
+# - policy = ModuleWrapPolicy({MLP})
+# - model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+# + for block in model.layers:
+# +     fully_shard(block, mesh=mesh)
+# + fully_shard(model, mesh=mesh)
+#
+# - FullyShardedDataParallel(..., sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+# + fully_shard(..., reshard_after_forward=False)
+#
+# - with FullyShardedDataParallel.summon_full_params(model):
+# -     weight = model.layers[0].in_proj.weight.clone()
+# + weight = model.layers[0].in_proj.weight.full_tensor()  # all ranks must call it
+# ```
+#
+# `labkit.run` takes GPUs by itself where there are enough. The cells that begin with `%%torchrun`, and `start_training`,
+# name `gloo` and `cpu`: write `nccl` and `cuda`, and set each rank's device. Neither has been verified on GPUs yet.
+#
+# Saving: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 #
 # </details>
 #

@@ -78,39 +78,58 @@ EXERCISES = [
     ),
     Exercise(
         "2b.3",
-        "forgotten_blocks",
-        checks.forgotten_blocks,
+        "exposed_ms",
+        checks.exposed_ms,
         {
-            "for net.4 to net.7 without net.6, forgotten_blocks gave [6]": (
-                "return [int(block.split('.')[1]) for block in blocks if block not in gathered]"
+            "exposed_ms(computing=[(0.0, 10.0)], messages=[(10.0, 14.0)]) gave 0": (
+                "return max(0, sum(b - a for a, b in messages) - sum(b - a for a, b in computing))"
             ),
-            "for net.4 to net.7 without net.4 and net.7, forgotten_blocks gave [0]": (
-                "return [index for index, block in enumerate(blocks) if block not in gathered][:1]"
+            "exposed_ms(computing=[(0.0, 10.0)], messages=[(2.0, 6.0)]) gave 4.0": (
+                "return sum(end - start for start, end in messages)"
             ),
-            "for blocks net.4 to net.7, all gathered once, forgotten_blocks gave [0, 1, 2, 3]": (
-                "return [index for index, block in enumerate(blocks) if gathered.count(block) != 2]"
+            "exposed_ms(computing=[(0.0, 10.0)], messages=[(8.0, 14.0)]) gave 6.0": (
+                "within = [any(a <= start and end <= b for a, b in computing) for start, end in messages]\n"
+                "return sum(end - start for (start, end), inside in zip(messages, within) if not inside)"
             ),
-            "for layers.0 to layers.10 without layers.1, forgotten_blocks gave []": (
-                "return [index for index, block in enumerate(blocks) if block not in ' '.join(gathered)]"
+            "exposed_ms(computing=[(0.0, 10.0), (12.0, 20.0)], messages=[(8.0, 15.0)]) gave 4.0": (
+                "exposed = 0.0\n"
+                "for start, end in messages:\n"
+                "    exposed += end - start - max(max(0, min(end, b) - max(start, a)) for a, b in computing)\n"
+                "return exposed"
+            ),
+            "exposed_ms(computing=[(0.0, 10.0), (30.0, 40.0)]": changed(
+                "exposed_ms", ("max(0, min(end, done) - max(start, begun))", "min(end, done) - max(start, begun)")
             ),
         },
     ),
     Exercise(
         "2b.4",
-        "tied_unit",
-        checks.tied_unit,
+        "shard_model",
+        checks.shard_model,
         {
-            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'embedding'": (
-                "return list(model.modules())"
+            "on rank 0, norm.weight and norm.bias did not get sharded": changed(
+                "shard_model", ("\nfully_shard(model, mesh=mesh, mp_policy=policy)", "")
             ),
-            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'blocks'": changed(
-                "tied_unit", ("recurse=False", "")
+            "on rank 0, a rank keeps 24 of the 96 of embedding.weight": changed(
+                "shard_model", ("(groups, group), mesh_dim_names=names", "(groups * group,)")
             ),
-            "tied_unit(model, 'embedding'), where the output layer has the embedding's weight, left out 'output'": (
-                "return [block]"
+            "two units would hold the tied matrix (ValueError: Parameter 'head.weight' is shared": changed(
+                "shard_model", ("[model.embedding, model.head]", "model.embedding, model.head")
             ),
-            "tied_unit(model, 'embedding'), where the output layer's weight is a copy": changed(
-                "tied_unit", ("p in own", "any(p.equal(q) for q in block.parameters())")
+            "on rank 0, the gradients are right, but a step sends 7 shard/all_gather calls with 2,064": changed(
+                "shard_model", ("([model.embedding, model.head], *model.blocks)", "model.blocks")
+            ),
+            "on rank 0, the gradients are right, but a step sends 9 shard/all_gather calls with 2,176": changed(
+                "shard_model", ("fully_shard(model, mesh=mesh, mp_policy=policy)", "fully_shard(model, mesh=mesh)")
+            ),
+            "on rank 0, the gradients are right, but a step sends 5 shard/reduce_scatter calls with 2,176": changed(
+                "shard_model", (", reduce_dtype=torch.float32", "")
+            ),
+            "on rank 0, embedding.weight is kept in torch.bfloat16": changed(
+                "shard_model", ("policy = ", "model.bfloat16()\npolicy = ")
+            ),
+            "right on 4 ranks, but with 2 ranks: on rank 0, RuntimeError: Mesh should not be bigger": changed(
+                "shard_model", ("dist.get_world_size() // group", "2")
             ),
         },
     ),

@@ -1,6 +1,7 @@
 """Run a learner's functions that shard a small model, or average gradients around local experts."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,16 +10,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from labkit.models.moe import MixtureOfExperts
 from labkit.parallel.small_fsdp import flatten_tensors, gather_and_free, shard_parameters
 from labkit.session.counted_group import GroupTraffic
 
 WIDTH, INNER, ROWS, RATE = 4, (5, 4), 3, 0.1
+# Ranks that share the parameters of a language model, and its sizes, which they divide.
+GROUP, WORDS, FEATURES, BLOCKS, TOKENS = 2, 12, 8, 3, 6
 
 
 def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
     """Return results of ``run_sharding`` for "shard", of ``run_units`` for "gather" or "reduce".
+
+    For "wrap" they are those of ``run_wrapping``.
 
     For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
     collective.
@@ -27,6 +34,8 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
         return run_sharding(answer)
     if what in ("gather", "reduce"):
         return run_units(answer, what)
+    if what == "wrap":
+        return run_wrapping(answer)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     experts = {parameters[name] for name in expert_names(model)}
@@ -173,6 +182,74 @@ def _take_gradients(
     for parameter in [*shards, *(p for unit in units for p in unit.parameters())]:
         parameter.grad = None
     return taken
+
+
+class SmallLanguageModel(nn.Module):
+    """Token ids [N, S] to logits [N, S, words]; the head has the embedding's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(WORDS, FEATURES)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(FEATURES, wide), nn.GELU(), nn.Linear(wide, FEATURES))
+                for wide in itertools.islice(itertools.cycle((16, 24)), BLOCKS)
+            )
+            self.norm = nn.LayerNorm(FEATURES)
+            self.head = nn.Linear(FEATURES, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        features = self.embedding(ids)
+        for block in self.blocks:
+            features = features + block(features)
+        logits: Tensor = self.head(self.norm(features))
+        return logits
+
+
+def language_model_gradients(model: nn.Module, index: int) -> dict[str, Tensor]:
+    """Run both passes on a rank's own tokens, and return the gradients by name, where there are."""
+    ids = torch.randint(WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(index))
+    logits = model(ids)[:, :-1].float()
+    functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_wrapping(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
+    """Let the answer wrap a language model, and train a step.
+
+    Return the names of parameters that are ``whole`` and, if there are none, by name the elements
+    ``kept`` and their ``dtypes``, the ``group`` that shares a parameter, and whole ``gradients``.
+    Calls and bytes ``sent`` are by axis of the mesh, "shard" or "replicate", and collective.
+    """
+    warnings.filterwarnings("ignore", message=".*is deprecated")
+    model = SmallLanguageModel()
+    answer(model, GROUP)
+    parameters = dict(model.named_parameters())
+    sharded = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
+    if whole := [name for name in parameters if name not in sharded]:
+        return {"whole": whole}
+    found: dict[str, Any] = {"whole": [], "kept": {}, "dtypes": {}}
+    for name, parameter in sharded.items():
+        found["kept"][name] = parameter.to_local().numel()
+        found["dtypes"][name] = str(parameter.dtype)
+    mesh = sharded["norm.weight"].device_mesh
+    found["group"] = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    axes = {str(mesh.get_group(dim).group_name): "replicate" for dim in range(mesh.ndim)}
+    axes[str(mesh.get_group(mesh.ndim - 1).group_name)] = "shard"
+    with GroupTraffic() as traffic:
+        gradients = language_model_gradients(model, dist.get_rank())
+    found["gradients"] = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in gradients.items()
+    }
+    found["sent"] = {
+        f"{axis}/{name}": each
+        for group, axis in axes.items()
+        for name, each in traffic.totals(group).items()
+    }
+    return found
 
 
 def storage_bytes(unit: nn.Module) -> int:
