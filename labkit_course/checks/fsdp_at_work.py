@@ -213,10 +213,10 @@ def shard_model(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
         said = f"{where} its parameters are shared by ranks {output['group']}"
         judge.expect(output["group"] == neighbours, said, neighbours, "Neighbours make a group.")
         _expect_mean_gradients(ranks, output["gradients"], where)
-        for name, right in wrapped_traffic(ranks).items():
+        for name, calls in wrapped_traffic(ranks).items():
             sent = {name: output["sent"].get(name, [0, 0])}
             said = f"{where} the gradients are right, but a step sends"
-            expect_traffic(sent, {name: right}, said, WRAPPING_HINTS[name])
+            expect_traffic(sent, {name: calls}, said, WRAPPING_HINTS[name])
 
     how: dict[str, Any] = {"sizes": (4, 2), "hints": ERROR_HINTS | TWICE_WRAPPED}
     judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="wrap", **how)
