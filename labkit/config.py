@@ -167,7 +167,7 @@ def validate(config: Any, world_size: int) -> None:
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
     """Raise ParameterError unless a notebook's parameter is of this kind, within these Limits."""
-    wanted: Any = Annotated[kind, Limits(**limits)]
+    wanted: Any = Annotated[kind, Limits(**limits)] if limits else kind
     try:
         convert(value, wanted)
     except ValueError:

@@ -74,7 +74,6 @@ IN_THE_NOTEBOOK = [
     (simulation.chosen, ()),
     (step_time.forward_s, ()),
     (step_time.backward_s, ()),
-    (step_time.robust, ()),
     (step_time.defence, ()),
 ]
 

@@ -21,7 +21,7 @@ from launch.given import TRAIN
 SEQUENCE, BLOCKS = 2048, 8
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
-    "as NCCL chooses": NCCL_PROTOCOLS,
+    "the quickest": NCCL_PROTOCOLS,
     "Simple": (SIMPLE,),
     "LL": (LL,),
     "LL128": (LL128,),

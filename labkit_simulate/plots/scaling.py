@@ -153,7 +153,8 @@ def accuracy_by_hosts(
     """Draw estimated over published by number of hosts, both on logarithmic axes.
 
     Args:
-        ratios: number of hosts and ratio of each case, by label; labels stand beside each other.
+        ratios: number of hosts and ratio of each case, by up to three labels, which stand beside
+            each other.
         within: factor of the grey band.
         note: what was published, and by whom.
         ax: see ``plots``.
@@ -161,9 +162,9 @@ def accuracy_by_hosts(
     ax = style.make_axes(ax, 6.5, 3.4)
     ax.axhspan(1 / within, within, color=style.GREY, alpha=0.15, lw=0)
     ax.axhline(1.0, color=style.GREY, lw=1)
-    for shift, (label, cases), colour in zip(
-        (0.97, 1.03), ratios.items(), (style.BLUE, style.EXPOSURE_COLOUR), strict=False
-    ):
+    colours = (style.BLUE, style.EXPOSURE_COLOUR, style.GREEN)
+    shifts = [1 + 0.06 * (place - (len(ratios) - 1) / 2) for place in range(len(ratios))]
+    for shift, (label, cases), colour in zip(shifts, ratios.items(), colours, strict=True):
         places = [shift * count for count, _ in cases]
         values = [ratio for _, ratio in cases]
         ax.plot(places, values, "o", ms=5, alpha=0.6, color=colour, label=label)
@@ -172,7 +173,7 @@ def accuracy_by_hosts(
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.yaxis.set_minor_locator(NullLocator())
     _label_gpu_counts(ax, sorted({count for cases in ratios.values() for count, _ in cases}))
-    style.add_legend_above(ax, 2)
+    style.add_legend_above(ax, len(ratios))
     return _add_note(ax, note)
 
 

@@ -234,22 +234,28 @@ TORCHTITAN_TENSOR_RESULTS = (
 """FSDP over 8 or 32 groups of TP 8."""
 
 
-def estimated_over_published(slower: float = 1.0) -> list[tuple[int, float]]:
+def estimated_over_published(
+    slower: float = 1.0, latency_us: float | None = None
+) -> list[tuple[int, float]]:
     """Return hosts, and estimated over published seconds, of each row that lab 6b predicts.
 
     They are IBM's, vTrain's but the first, and torchtitan's with tensor parallelism.
 
     Args:
         slower: how many times as long everything takes on the links.
+        latency_us: of a step between hosts, by default that of the hardware.
     """
+
+    def changed(hosts: Hardware) -> Hardware:
+        links = hosts.with_network(latency_us=latency_us).links
+        return hosts.with_links(links.slower(slower))
+
     pairs = []
     for row in IBM_RESULTS:
-        hosts = row.hardware.with_links(row.hardware.links.slower(slower))
-        step_s = row.training.estimate_step(hosts).time.step_s
+        step_s = row.training.estimate_step(changed(row.hardware)).time.step_s
         pairs.append((row.training.ranks // 8, step_s * row.tokens_per_s / row.training.tokens))
     for line in (*VTRAIN_RESULTS[1:], *TORCHTITAN_TENSOR_RESULTS):
-        hosts = line.hosts.with_links(line.hosts.links.slower(slower))
-        step_s = line.setup.estimate_step(hosts).step_s
+        step_s = line.setup.estimate_step(changed(line.hosts)).step_s
         pairs.append((line.setup.ranks // 8, step_s / line.step_s))
     return pairs
 

@@ -69,37 +69,24 @@ def backward_s(
 
 
 def unbeaten(steps: Mapping[str, Mapping[str, float]], margin: float = 0.0) -> list[str]:
-    """Return the ways that no other way beats on every network.
+    """Return the ways that are left when each one is dropped that some other way beats.
+
+    The other is nowhere slower by more than the margin, and on some network quicker by more.
 
     Args:
         steps: seconds by way and network; every way has the same networks.
-        margin: by how much a way must be quicker to beat another, as a fraction.
+        margin: the smallest difference that counts, as a fraction.
     """
+
+    def beats(other: Mapping[str, float], mine: Mapping[str, float]) -> bool:
+        never_slower = all(other[each] <= (1 + margin) * mine[each] for each in mine)
+        return never_slower and any((1 + margin) * other[each] < mine[each] for each in mine)
+
     return [
         way
         for way, mine in steps.items()
-        if not any(
-            all((1 + margin) * other[each] < mine[each] for each in mine)
-            for other in steps.values()
-        )
+        if not any(beats(other, mine) for other in steps.values())
     ]
-
-
-def robust(steps: Mapping[str, Mapping[str, float]], tie: float = 0.0) -> list[str]:
-    """Return the ways whose worst share of the best speed is largest, best first.
-
-    Args:
-        steps: seconds by way and network; every way has the same networks.
-        tie: how far the worst share may lie below the largest one.
-    """
-    networks = list(next(iter(steps.values())))
-    best = {network: min(each[network] for each in steps.values()) for network in networks}
-    worst = {
-        way: min(best[network] / each[network] for network in networks)
-        for way, each in steps.items()
-    }
-    order = sorted(worst, key=lambda way: -worst[way])
-    return [way for way in order if worst[way] >= worst[order[0]] - tie]
 
 
 def sharded_step_s(

@@ -3,8 +3,8 @@
 #
 # Lab 6 said what fits on a cluster, to the byte. What a step costs there depends on seconds, and no simulation has a
 # clock. Its seconds are **estimated**: from what the program does, and from a table of hardware. One figure of that
-# table is a guess, and at 1024 GPUs almost everything hangs on it. The picture to remember is the pair in section 4:
-# the same numbers, drawn twice.
+# table is a guess, and at 1024 GPUs almost everything hangs on it. Section 8 tests it. The picture to remember is the
+# pair in section 4: the same numbers, drawn twice.
 #
 # The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
 #
@@ -16,14 +16,17 @@
 # - choose for a network that you do not know, and defend the choice.
 #
 # You need labs 0, 2 and 6. The lab takes about {core_minutes} minutes, and its exercises are marked • (easy), ••
-# (harder) or ••• (hard). Where a commit is called a bet, nothing that you have read gives the answer.
+# (harder) or ••• (hard). A simulation takes some seconds, as long for a rank of 1024 as for one of 8. Where a commit is
+# called a bet, nothing that you have read gives the answer.
 #
 # ## What this machine can do
 
 # %% tags=["nbval-ignore-output"]
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
+import numpy
 import pandas
 from IPython.display import display
 
@@ -36,30 +39,28 @@ from labkit_course import widgets
 from labkit_course.checks import step_time as checks
 from labkit_course.checks.claims import claim, commit
 from labkit_simulate import plots as simulate_plots
-from labkit_simulate.estimate import estimate_rank_step
+from labkit_simulate.estimate import COMPUTE_ERROR, LINK_ERROR, estimate_rank_step
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.reference_results import estimated_over_published
 from labkit_simulate.theory.step_time import Group, Operator, collective_s, operator_s
-from labkit_simulate.theory.transformer import LLAMA_2_7B
+from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
 from launch.given import TRAIN
 
 doctor.show(lab="6b")
 
 # %% [markdown]
-# You may change these parameters:
+# You may change these parameters of sections 3, 4 and 6:
 
 # %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512} points=[[64,1024],[256,512],[1024,4096]]
 RANKS: int = 1024  # GPUs of the large cluster, in hosts of 8; a power of two
 SEQUENCE: int = 2048  # tokens of a sequence; each GPU has one
 
 # %%
-require("RANKS", RANKS, at_least=64, multiple_of=64, because="hosts have 8 GPUs, and section 5 needs many of them")
-doubling = "section 4 doubles from 8 GPUs up to it, and 1024 are enough"
-require("RANKS", RANKS, at_least=64, at_most=1024, multiple_of=1 << (RANKS.bit_length() - 1), because=doubling)
+require("RANKS", RANKS, Literal[64, 128, 256, 512, 1024], because="section 4 doubles from 8 GPUs up to it")
 require("SEQUENCE", SEQUENCE, at_least=128, at_most=8192, because="a shorter one is no load, a longer one does not fit")
 TOLD = (RANKS, SEQUENCE) == (1024, 2048)  # the values that the text speaks of
-GPUS = get_hardware("h100-8x")
+GPUS, HOSTS = get_hardware("h100-8x"), RANKS // 8
 
 # %% [markdown]
 # ## 1. What do the seconds rest on? ({minutes} minutes)
@@ -79,9 +80,9 @@ figures = {
 pandas.DataFrame.from_dict(figures, orient="index", columns=["H100", "from"]).round(3)
 
 # %% [markdown]
-# The guess lies between two figures: to choose among its algorithms NCCL reckons with 14 µs, and the one network of which we have
+# The guess lies between two figures: to choose among its algorithms NCCL takes 14 µs, and the one network of which we have
 # measurements, between hosts of B200s, fits 434 µs. The middle of the two, by ratio, is 78. The 44 % is low: a GEMM
-# alone reaches about 80 % of the peak, but a published training on H100s, limited to 500 of 700 W, came to less, and this share has to cover all that the estimate leaves out.
+# alone reaches about 80 % of the peak, but this share has to cover all that the estimate leaves out.
 #
 # An **operator** takes as long as the longer of two things, its arithmetic and its traffic with memory, which is called
 # the *roofline*. A **GEMM** of two matrices of 4096 × 4096 does 2 · 4096³ operations and moves three matrices of 2
@@ -104,13 +105,16 @@ plots.comparison_table(times_us, yours=mine_operators, tolerance=0.05, column="e
 
 # %% [markdown]
 # Each operator costs one more microsecond, for starting it. *The sum takes a tenth of the time of the GEMM, with an
-# eight-thousandth of its arithmetic*, which is why norms and activations cost so much.
+# eight-thousandth of its arithmetic*, which is why norms and activations cost so much. The tenth rests on the 44 %: of a
+# GEMM that reaches 80 % it would be a sixth.
 #
-# *Takeaway: an operator is bound by arithmetic or by memory, whichever takes longer. Ask of each figure in an estimate
-# whether it was measured, fitted or guessed.*
+# *Takeaway: an operator is bound by arithmetic or by memory. Ask of each figure in an estimate whether it was measured,
+# fitted or guessed.*
 
 # %% tags=["claim"]
 claim("the sum takes a tenth of the time", 0.08 < times_us["sum_us"] / times_us["gemm_us"] < 0.12)
+quick_gemm = replace(GPUS, matmul_share=0.8)
+claim("a sixth with 80 %", 5.5 < operator_s(gemm, quick_gemm) / operator_s(total, quick_gemm) < 6.2)
 claim("an eight-thousandth of its arithmetic", round(gemm.flops / 4096**2, -3) == 8000)
 claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 
@@ -118,22 +122,22 @@ claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 # ## 2. How long does a gather take? ({minutes} minutes)
 #
 # A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. In a ring of n ranks, a rank's shard makes n − 1
-# hops. Most hops stay inside a host, and one less than there are hosts cross the network. The bytes that leave a GPU,
-# (n − 1)/n of the 405 MB, hardly grow with n, but every hop has its latency.
+# hops, of which one less than there are hosts cross the network. The bytes that leave a GPU, (n − 1)/n of the 405 MB,
+# hardly grow with n, but every hop has its latency.
 #
 # How long a hop takes depends on NCCL's **protocol**, the way in which data go from one GPU to the next. *Simple* sends
 # large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own signal, so a hop has a
-# shorter latency, but a part of each line is no payload. To choose among them, NCCL compares 14, 4 and 2.7 µs a hop
-# between hosts. labkit takes these ratios: 78 µs for Simple become 78 · 2.7 / 14 = 15 µs for LL.
+# shorter latency, but a part of each line is no payload. To choose among Simple, LL128 and LL, NCCL compares 14, 4 and
+# 2.7 µs a hop between hosts. labkit keeps these ratios: 78 µs for Simple become 78 · 2.7 / 14 = 15 µs for LL.
 #
 # With any of them (see the table) a gather takes about
 #
 # 35 µs for the call + hops inside · their latency + hops between · theirs + bytes / (345 GB/s · payload).
 #
-# The 345 GB/s are what is left of a GPU's 450 when the data have also been copied on the GPU. The eight cards of a host
-# reach 380 GB/s together, so they are not the bottleneck, as long as you have them for yourself.
+# The 35 µs, and the copies on the GPU that leave 345 of its 450 GB/s, were fitted to A100s. The eight cards of a host
+# reach 380 GB/s together, so they are no bottleneck, as long as you have them for yourself.
 #
-# Commit: how many milliseconds does a gather of a block take on 128 hosts, by each protocol? NCCL takes the quickest.
+# Commit: how many milliseconds does a gather of a block take on 128 hosts, by each protocol?
 
 # %%
 PROTOCOLS = {"Simple": SIMPLE, "LL128": LL128, "LL": LL}
@@ -156,7 +160,7 @@ mine_gather = commit(
 
 # %%
 BLOCK_BYTES = 2 * 202_383_360
-HOSTS = {"as NCCL chooses": GPUS} | {name: GPUS.with_network(protocols=(each,)) for name, each in PROTOCOLS.items()}
+ONE_PROTOCOL = {name: GPUS.with_network(protocols=(each,)) for name, each in PROTOCOLS.items()}
 
 
 def gather_ms(total_bytes: float, hosts: int, gpus: Any = GPUS) -> float:
@@ -165,26 +169,36 @@ def gather_ms(total_bytes: float, hosts: int, gpus: Any = GPUS) -> float:
 
 
 gathers = {
-    name: {hosts: gather_ms(BLOCK_BYTES, hosts, gpus) for hosts in (1, 8, 32, 128)} for name, gpus in HOSTS.items()
+    name: {hosts: gather_ms(BLOCK_BYTES, hosts, gpus) for hosts in (1, 8, 32, 128)}
+    for name, gpus in ({"the quickest": GPUS} | ONE_PROTOCOL).items()
 }
-block_ms = gathers["as NCCL chooses"]
+block_ms = gathers["the quickest"]
 found_ms = {name: gathers[name][128] for name in PROTOCOLS}
 display(plots.comparison_table(found_ms, yours=mine_gather, tolerance=0.05, column="estimated"))
 pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 
 # %% [markdown]
-# *The more hosts there are, the more the shorter latency is worth: one host takes Simple, 8 take LL128, and 128 take
-# LL.* There the gather takes four times as long as on one host, and with Simple it would take twelve times as long.
+# *The more hosts there are, the more the shorter latency is worth: on one host Simple is the quickest, on 8 LL128, and
+# on 128 LL.* There the gather takes four times as long as on one host, and with Simple it would take twelve times as
+# long. But NCCL does not know the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
+# 5.16 ms instead of 4.60. We go on with the quickest, so steps on many hosts may be some percent too short.
 #
-# *Takeaway: over many hosts a gather waits for hops as well as for bytes. Whoever estimates it must choose the protocol
-# as NCCL does.*
+# *Takeaway: over many hosts a gather waits for hops as well as for bytes, and NCCL chooses the protocol by its own table,
+# not by your network.*
 
 # %% tags=["claim"]
 claim(
     "202 million parameters, 405 MB", 2 * LLAMA_2_7B.block_parameters == BLOCK_BYTES and round(BLOCK_BYTES / 1e6) == 405
 )
 takers = {hosts: next(name for name in PROTOCOLS if gathers[name][hosts] == block_ms[hosts]) for hosts in (1, 8, 128)}
-claim("one host takes Simple, 8 take LL128, and 128 take LL", list(takers.values()) == ["Simple", "LL128", "LL"])
+claim("Simple on one host, LL128 on 8, LL on 128", list(takers.values()) == ["Simple", "LL128", "LL"])
+nccl_ms = [gather_ms(BLOCK_BYTES, 128, each.with_network(latency_us=14)) for each in ONE_PROTOCOL.values()]
+claim("by its own 14 µs NCCL takes LL128", nccl_ms[1] == min(nccl_ms))
+claim("5.16 ms instead of 4.60", [round(gathers[name][128], 2) for name in ("LL128", "LL")] == [5.16, 4.60])
+slower = theory.sharded_step_s(None, 1024, 8, 2048, ONE_PROTOCOL["LL128"]) / theory.sharded_step_s(
+    None, 1024, 8, 2048, GPUS
+)
+claim("some percent too short", 1.03 < slower < 1.08)
 claim("four times as long as on one host", 3.9 < block_ms[128] / block_ms[1] < 4.3)
 claim("with Simple twelve times", 11.5 < gathers["Simple"][128] / block_ms[1] < 12.5)
 claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
@@ -202,16 +216,17 @@ claim("by hand within 3 %", all(abs(ms / gathers[name][hosts] - 1) < 0.03 for (n
 # ## 3. What does a step wait for? ({minutes} minutes)
 #
 # While a block computes, the next one is gathered. A GPU has **streams** for that, each of which runs its tasks in
-# order, while two streams run beside each other.
+# order, while two streams run beside each other. Time in which a collective runs and nothing computes is **exposed**.
 #
-# Here is a rule for FSDP that has room for two gathered units. The gather of unit i waits for the gather before it,
-# because they share a stream, and until unit i − 2 has computed, which frees the room. A unit computes when it is
-# gathered and the unit before it has computed.
+# FSDP has room for two gathered units. The gather of unit i waits for the gather before it, because they share a stream,
+# and until unit i − 2 has computed, which frees the room. A unit computes when it is gathered and the unit before it has
+# computed.
 #
-# ### Exercise 1: when does the forward pass end? (••, {minutes} minutes)
+# ### Exercise 1: when does the forward pass end? (•, {minutes} minutes)
 #
 # `gathers_s` and `computes_s` are the seconds of each unit, in order. Return when the last unit has computed, if the
-# gather of the first one begins at time 0.
+# gather of the first one begins at time 0. One loop is enough, with two variables: when the last gather was over, and a
+# list of when each unit had computed, which begins as `[0.0, 0.0]`.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -221,14 +236,7 @@ claim("by hand within 3 %", all(abs(ms / gathers[name][hosts] - 1) < 0.03 for (n
 #
 # <details><summary>Hint 2</summary>
 #
-# Go through the units once. Keep when the last gather was over, and when each unit had computed.
-#
-# </details>
-#
-# <details><summary>Hint 3</summary>
-#
-# A gather begins at the later of two times: the end of the gather before it, and the end of unit i − 2's computation.
-# What are the two times for a unit's computation?
+# Each task begins at the later of two times. For a gather they stand in the rule. Which are they for a computation?
 #
 # </details>
 
@@ -249,15 +257,16 @@ checks.forward_s(forward_s)
 
 # %% [markdown]
 # In the backward pass each unit is gathered again, and its gradients are reduce-scattered on the same stream. A
-# reduce-scatter waits until its unit has computed, and everything behind it in the stream waits with it. The order is
+# reduce-scatter waits until its unit has computed, and what is behind it in the stream waits with it. The order is
 #
 # gather 0, gather 1, reduce-scatter 0, gather 2, reduce-scatter 1, gather 3 …
 #
-# with the units numbered as the backward pass meets them.
+# with the units numbered as the backward pass meets them. This order keeps the room for two, too: gather 2 stands behind
+# reduce-scatter 0, which waits until unit 0 has computed.
 #
 # ### Exercise 2: when has the backward pass sent its last gradients? (••, {minutes} minutes)
 #
-# The arguments hold seconds of each unit in the order of the backward pass, which begins at time 0.
+# The arguments hold seconds of each unit in this order. The pass begins at time 0.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -290,30 +299,39 @@ def backward_s(gathers_s: Sequence[float], computes_s: Sequence[float], reduces_
 checks.backward_s(backward_s)
 
 # %% [markdown]
-# Now take a whole step of `train.py`, whose time a simulation with `hardware=` estimates, too. We take the first 8 of
-# the 32 blocks, so that you can tell them apart. Embedding, last norm and output layer belong to the root, which is
-# gathered once. It computes next to nothing at first. The **head**, norm and output, comes last, as a unit without a
-# gather.
-#
-# Commit: when has the backward pass sent its last gradients, in ms, on one host and on 128? Let your functions say it:
-# `lambda: passes_ms(1, forward_s, backward_s)[1]`. The figure will show your answers as dashed lines.
+# Now a whole step of `train.py`, whose time a simulation with `hardware=` estimates, too. We take the first 8 of the 32
+# blocks, so that you can tell them apart. Embedding, last norm and output layer belong to the root. The last two compute
+# at the end, as a unit that we call the **head**, which has nothing left to gather:
 
 # %%
-ROOT = LLAMA_2_7B.root_parameters
-root_ms = {hosts: gather_ms(2 * ROOT, hosts) for hosts in (1, 128)}
+eight = TrainingSetup(replace(LLAMA_2_7B, layers=8), 1, SEQUENCE, 8, "none")
+tasks_ms = {bar.name: 1e3 * bar.dur_s for bar in eight.estimate_step(GPUS).time.bars}
+names = ("root", "block 0", "head")
+units = pandas.DataFrame({way: [tasks_ms[f"{way} {name}"] for name in names] for way in ("forward", "backward")})
+units["gathered"] = ["once", "in both passes", "no"]
+units["reduce-scattered"] = ["last", "yes", "no"]
+units.set_axis(["root", "each block", "head"]).rename_axis("unit, ms").round(1)
 
 
+# %% [markdown]
+# Commit: when has the backward pass sent its last gradients, in ms, on one host and on all? Let your functions say it:
+# `lambda: passes_ms(1, forward_s, backward_s)[1]`. The figure will show your answers as dashed lines.
+
+
+# %%
 def reduce_ms(parameters: int, hosts: int) -> float:
     """Milliseconds of a reduce-scatter in float32, which has the bytes of a gather of as many."""
     return 1e3 * collective_s("reduce_scatter", 4 * parameters, Group(8 * hosts, hosts), GPUS)
 
 
 def passes_ms(hosts: int, forward: Any, backward: Any) -> tuple[float, float]:
-    """Return when both passes end; the numbers are milliseconds of root, blocks and head in the record below."""
-    blocks, reduces = [block_ms[hosts]] * 8, [reduce_ms(BLOCK_BYTES // 2, hosts)] * 8
-    end = forward([root_ms[hosts], *blocks, 0.0], [0.3, *[2.7] * 8, 1.6])
-    rest = backward([0.0, *blocks, 0.0], [3.3, *[5.6] * 8, 0.6], [0.0, *reduces, reduce_ms(ROOT, hosts)])
-    return end, end + rest
+    """Return when both passes end, in milliseconds, with the table's computations."""
+    root = LLAMA_2_7B.root_parameters
+    (first, block, head), (root_back, block_back, head_back) = units["forward"], units["backward"]
+    blocks, reduces = [gather_ms(BLOCK_BYTES, hosts)] * 8, [reduce_ms(BLOCK_BYTES // 2, hosts)] * 8
+    end = forward([gather_ms(2 * root, hosts), *blocks, 0.0], [first, *[block] * 8, head])
+    computes = [head_back, *[block_back] * 8, root_back]
+    return end, end + backward([0.0, *blocks, 0.0], computes, [0.0, *reduces, reduce_ms(root, hosts)])
 
 
 # %% tags=["commit"]
@@ -321,7 +339,7 @@ mine_passes = commit(one_host_ms=None, many_hosts_ms=None)
 ### BEGIN SOLUTION
 mine_passes = commit(
     one_host_ms=lambda: passes_ms(1, forward_s, backward_s)[1],
-    many_hosts_ms=lambda: passes_ms(128, forward_s, backward_s)[1],
+    many_hosts_ms=lambda: passes_ms(HOSTS, forward_s, backward_s)[1],
 )
 ### END SOLUTION
 
@@ -337,16 +355,15 @@ for place, (name, result) in enumerate(steps.items()):
     ends_ms[name] = (sent.start_us + sent.dur_us).max() / 1e3
     if mine_passes[name]:
         _ = ax_steps.plot([mine_passes[name]] * 2, [2.4 * place - 0.5, 2.4 * place + 1.5], **style.PREDICTION_STYLE)
-plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.03, column="in the record")
+plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.05, column="in the record")
 
 # %% [markdown]
 # *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer.* Two
 # thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. Your
-# functions and the record follow the same rule, so they agree: that tests your functions, and not the rule.
+# functions and the record follow the same rule, so they agree within 5 %: that tests your functions, and not the rule.
 #
 # *Takeaway: messages hide as long as a unit computes for longer than the stream needs for what it sends meanwhile: one
-# gather in the forward pass, a reduce-scatter and a gather in the backward pass. The rest is exposed, and it is what
-# you pay for.*
+# gather in the forward pass, a reduce-scatter and a gather in the backward pass.*
 
 # %% tags=["claim"]
 claim("the root has 262 million parameters", round(LLAMA_2_7B.root_parameters / 1e6) == 262)
@@ -354,9 +371,9 @@ exposed = {name: each.value("reckoned_exposed_s") / each.value("reckoned_step_s"
 claim("on one host gathers hide", exposed["one_host_ms"] < 0.15, where=TOLD)
 longer = many_hosts.value("reckoned_step_s") / one_host.value("reckoned_step_s")
 claim("the step takes three quarters longer", 1.65 < longer < 1.85, where=TOLD)
-by_rule = [passes_ms(hosts, theory.forward_s, theory.backward_s)[1] for hosts in (1, 128)]
+by_rule = [passes_ms(hosts, theory.forward_s, theory.backward_s)[1] for hosts in (1, HOSTS)]
 off = max(abs(ruled / seen - 1) for ruled, seen in zip(by_rule, ends_ms.values(), strict=True))
-claim("functions and record agree", off < 0.03, where=TOLD)
+claim("functions and record agree within 5 %", off < 0.05, where=TOLD)
 waits = many_hosts.frame.query("lane == 'exposed'")
 turn_us = many_hosts.frame.query("lane == 'compute' and phase == 'backward'").start_us.min()
 late = waits[waits.start_us >= turn_us].dur_us.sum() / waits.dur_us.sum()
@@ -379,7 +396,8 @@ strong_sizes = [size for size in sizes if needed_gib[size] <= GPUS.memory_bytes 
 
 def tokens_per_s(gpus: int, batch: int = 1) -> float:
     """Tokens that one GPU trains in a second, with the whole model sharded over all GPUs."""
-    step_s = theory.sharded_step_s(None, gpus, None, SEQUENCE, GPUS, batch)
+    shape = {"shard_over": None, "layers": None, "sequence": SEQUENCE, "batch": batch}
+    step_s = theory.sharded_step_s(ranks=gpus, hosts=GPUS, **shape)
     return batch * SEQUENCE / step_s
 
 
@@ -391,9 +409,7 @@ ax = simulate_plots.total_throughput(speeds, note="8 × H100 a host, latency of 
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
-# So it is often drawn: logarithmic axes, and all GPUs added up.
-#
-# Commit, from the figure: how fast is one GPU of 1024, in percent of one GPU of the smallest cluster that is drawn? The
+# So it is often drawn. Commit, from the figure: how fast is one GPU of 1024, in percent of one GPU of the smallest cluster that is drawn? The
 # next figure will show your answers as crosses.
 
 # %% tags=["commit"]
@@ -415,7 +431,7 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 
 # %% [markdown]
 # *The same numbers, but for one GPU and on an axis that begins at 0: at 1024 GPUs each has lost half of its speed, or
-# nearly so.*
+# nearly so.* In weak scaling it gains a little at first, as its optimizer has a smaller shard to update.
 #
 # <details><summary>Where does the time go?</summary>
 #
@@ -424,29 +440,23 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 #
 # </details>
 #
-# Fernandez et al. measured a loss of 37 % from 128 to 2048 H100s. This estimate loses 63 % there with 2048 tokens on a
-# GPU, and 33 % with 4096. So a loss means little without the tokens.
-#
-# *Takeaway: when you see total throughput on logarithmic axes, ask for the throughput of one GPU, on an axis that
-# begins at 0.*
+# *Takeaway: when you see total throughput on logarithmic axes, ask for that of one GPU, on an axis that begins at 0.*
 
 # %% tags=["claim"]
 lost = [1 - points[RANKS] for points in kept.values()]
 claim("each has lost half of its speed, or nearly so", all(0.4 < part < 0.6 for part in lost), where=TOLD)
+claim("at first it gains a little", 1 < kept["weak"][64] < 1.1, where=TOLD)
 claim("up to 256 GPUs messages hide", kept["weak"].get(256, 1) > 0.95, where=TOLD)
-lost_on = {batch: 100 * (1 - tokens_per_s(2048, batch) / tokens_per_s(128, batch)) for batch in (1, 2)}
-claim("63 % with 2048 tokens, 33 % with 4096", [*map(round, lost_on.values())] == [63, 33], where=TOLD)
 claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[128], where=TOLD)
 
 # %% [markdown]
 # ## 5. How sure is that? ({minutes} minutes)
 #
-# What hurts 1024 GPUs most? Commit: how much of the speed that it has among 8 does a GPU keep, in percent, with
-# a latency of 434 µs, with half of each network card, and with Simple alone? With 78 µs, whole cards and NCCL's choice
-# it keeps 57 % (8 blocks; 55 % with all 32).
+# What hurts 1024 GPUs most? Commit: how much of the speed that it has among 8 does a GPU keep, in percent, with a latency
+# of 434 µs, with half of each card, and with Simple alone? With 78 µs, whole cards and the quickest protocol it keeps
+# 57 % (8 blocks; 55 % with all 32).
 #
-# Then turn the figures yourself. What do twice the tokens on a GPU do about it? The upper figure is one step, the
-# lower one what a GPU keeps of its speed. *run it* simulates the same step.
+# Then turn the figures yourself. What do twice the tokens on a GPU do about it? *run it* simulates the same step.
 
 # %% tags=["commit"]
 mine_hurt = commit(latency_434=None, half_cards=None, simple=None)
@@ -473,164 +483,133 @@ widgets.StepExplorer()
 # <details><summary>What you should have found</summary>
 #
 # With 14 µs a GPU keeps 85 %. With twice the tokens, at 78 µs, it keeps 89 %, because a longer computation hides a longer
-# gather. The
-# explorer's formula keeps the last block gathered between the passes. `train.py` gathers it again, so the simulated
-# step has one more gather, and takes 143 ms instead of 140.
+# gather. The explorer's formula keeps the last block gathered between the passes. `train.py` gathers it again, so the
+# simulated step has one more gather, and takes 143 ms instead of 140.
 #
 # </details>
 #
 # So the result is not a percentage. It is a **range**, and the name of the figure that decides. Each task of a step is
 # taken to be off by a factor:
 #
-# | task | factor | because |
+# | task | factor | within it |
 # |---|---|---|
-# | computation | 1.2 | nine in ten published steps that hide their network are met within it |
-# | collective over measured links | 1.25 | measured all-reduces that were not fitted are met within it |
-# | collective over a network that nobody measured | 2.4 | half of the all-reduces of four hosts of B200s, estimated from one host, were off by more |
+# | computation | 1.2 | 20 of 21 published steps that hide their network |
+# | collective over a measured network | 1.25 | 328 of 329 measured all-reduces, predicted from others |
 #
-# Such a network may also be as quick as 14 µs make it, or as slow as 434 µs, each with 1.25; the wider end counts. A
-# step is scheduled once with every task as short as that allows, and once with every task as long.
+# Both cover at least nine in ten. For a network that nobody measured there is no such factor: of nine all-reduces on four
+# hosts of B200s, predicted from one host, three lay within 1.25. So take the network at both of its ends, 14 and 434 µs,
+# as if each were measured. A step is scheduled with every task as short as its factor allows, and with every task as
+# long, and the range goes from the least to the most. How many steps lie in it, nobody has counted.
 #
-# Commit: a block is gathered over 64 GPUs, 8 hosts. It takes 1.35 ms with 14 µs, 1.48 with 78, and 2.19 with 434. What
-# is its range?
-
-# %% tags=["commit"]
-mine_range = commit(low_ms=None, high_ms=None)
-### BEGIN SOLUTION
-mine_range = commit(low_ms=1.48 / 2.4, high_ms=1.48 * 2.4)
-### END SOLUTION
-
-# %%
-guessed, quick, slow = (gather_ms(BLOCK_BYTES, 8, GPUS.with_network(latency_us=us)) for us in (78, 14, 434))
-range_ms = {"low_ms": min(guessed / 2.4, quick / 1.25), "high_ms": max(guessed * 2.4, slow * 1.25)}
-plots.comparison_table(range_ms, yours=mine_range, tolerance=0.03, column="estimated")
-
-# %% [markdown]
-# In lab 6 `shard_over` decided about memory. At 1024 GPUs it decides about time: groups of so many neighbours share a
-# model, and gathers stay within the group. Between the groups an all-reduce adds up the gradients, while the backward
-# pass goes on. This is **HSDP**, hybrid sharding. Here are seven ways to shard the 8 blocks:
-
-# %% tags=["nbval-ignore-output"]
-widths = [None, *(size for size in (8, 16, 32, 64, 128, 256) if size < RANKS)]
-groups = labkit.plan(TRAIN, world_size=RANKS, hardware=GPUS, shard_over=widths, batch=1, **task)
-
-
-# %%
-def estimates_on(hosts: Any) -> dict[int, Any]:
-    """Estimate the step of each way on these hosts, with `low_s` and `high_s`, by its `shard_over`."""
-    ways = [each.params["shard_over"] or RANKS for each in groups.candidates]
-    return {way: estimate_rank_step(groups.load_simulation(number), hosts) for number, way in enumerate(ways)}
-
-
-unmeasured = estimates_on(GPUS)
-range_rows = {size: [step.low_s, step.time.step_s, step.high_s] for size, step in unmeasured.items()}
-ranges_ms = 1e3 * pandas.DataFrame.from_dict(range_rows, orient="index", columns=["low", "step", "high"])
-ranges_ms.rename_axis("shard_over, ms").round(1)
-
-# %% [markdown]
-# *All the ranges overlap.* But the low end of one range belongs to a quick network and the high end of another to a slow
-# one, while all seven ways would run on the same network. So compare them there: a way is out if some other way beats
-# it on *every* network that you may get. We take four, and 5 % as the margin, since smaller differences are within the
-# model's error.
-
-# %%
-NETWORKS = {"14 µs": (14, 1.0), "78 µs": (78, 1.0), "434 µs": (434, 1.0), "78 µs, half cards": (78, 0.5)}
-measured = {name: estimates_on(checks.network(*each)) for name, each in NETWORKS.items()}
-way_steps = {str(size): {name: each[size].time.step_s for name, each in measured.items()} for size in unmeasured}
-ways_left = theory.unbeaten(way_steps, margin=0.05)
-steps_ms = 1e3 * pandas.DataFrame.from_dict(way_steps, orient="index")
-steps_ms.assign(left=[way in ways_left for way in way_steps]).rename_axis("shard_over, ms").round(1)
-
-# %% [markdown]
-# *Sharding over all 1024 GPUs is out, and so are groups of 8: groups of 32 beat both on each of the four networks,
-# although the ranges overlap widely.* Among the other five nothing is decided by more than 5 %.
-#
-# *Takeaway: an estimate is a range, and it has to include whatever was measured elsewhere. To compare two ways, put
-# both on the same network: overlapping ranges alone do not make them equal.*
+# *Takeaway: an estimate is a range with the name of the figure behind it. A factor counts only with what it covers.*
 
 
 # %% tags=["claim"]
 turned = [left(), *hurt.values(), left(latency_us=14), left(tokens=4096)]
 claim("57, 22, 43, 23, 85 and 89 %", turned == [57, 22, 43, 23, 85, 89])
 claim("55 % with all 32", round(100 * kept["weak"][RANKS]) == 55, where=TOLD)
-claim("1.35, 1.48 and 2.19 ms", [round(each, 2) for each in (quick, guessed, slow)] == [1.35, 1.48, 2.19])
 claim("143 ms instead of 140", round(1e3 * many_hosts.value("reckoned_step_s")) == 143, where=TOLD)
-claim("all the ranges overlap", ranges_ms["low"].max() < ranges_ms["high"].min(), where=TOLD)
-inside = [
-    row["low"] <= steps_ms.loc[str(size)].min() and steps_ms.loc[str(size)].max() <= row["high"]
-    for size, row in ranges_ms.iterrows()
-]
-claim("each range includes the step on all networks", all(inside))
-claim("1024 and 8 are out", set(way_steps) - set(ways_left) == {"1024", "8"}, where=TOLD)
-beaten = [way for way in ("1024", "8") if TOLD and (steps_ms.loc[way] > 1.05 * steps_ms.loc["32"]).all()]
-claim("32 beats both on each network", beaten == ["1024", "8"], where=TOLD)
+claim("1.2 and 1.25", (COMPUTE_ERROR, LINK_ERROR) == (1.2, 1.25))
 
 # %% [markdown]
-# ## 6. Defend a choice ({minutes} minutes)
+# ## 6. Which way is quicker? ({minutes} minutes)
 #
-# As long as nobody has measured, a careful choice is nearly the best on *every* network that you may get.
-#
-# ### Exercise 3: the robust choice (•, {minutes} minutes)
-#
-# `steps[way][network]` has the seconds of a step. On each network, compare a way with the best way of that network: its
-# *share* is the best time over its own. Return the ways whose worst share is largest, as a list with the best first.
-# Several may **tie**: all ways belong to the list whose worst share lies at most `tie` below the largest.
-#
-# <details><summary>Hint</summary>
-#
-# First find the best time of each network. Then a dictionary of the worst share of each way. Then sort and filter it.
-#
-# </details>
+# In lab 6 `shard_over` decided about memory. At 1024 GPUs it decides about time: groups of so many neighbours share a
+# model, and gathers stay within the group. Between the groups an all-reduce adds up the gradients, while the backward
+# pass goes on. This is **HSDP**, hybrid sharding. Here are seven ways to shard the 8 blocks, and three of them drawn:
 
-
-# %%
-def robust(steps: dict[str, dict[str, float]], tie: float) -> list[str]:
-    ### BEGIN SOLUTION
-    networks = list(next(iter(steps.values())))
-    best = {network: min(each[network] for each in steps.values()) for network in networks}
-    worst = {way: min(best[network] / each[network] for network in networks) for way, each in steps.items()}
-    order = sorted(worst, key=lambda way: -worst[way])
-    return [way for way in order if worst[way] >= worst[order[0]] - tie]
-    ### END SOLUTION
-
-
-# %%
-robust_verdict = checks.robust(robust)
-robust_verdict
-
-# %%
-choose = robust if robust_verdict.ok else theory.robust
-print("the robust choice, with ties within 5 %:", ", ".join(choose(way_steps, 0.05)))
-shares = 100 * steps_ms.min() / steps_ms
-shares.assign(worst=shares.min(axis=1)).rename_axis("shard_over, % of the best speed").round(1)
+# %% tags=["nbval-ignore-output"]
+how = task | {"world_size": RANKS, "hardware": GPUS}
+ways = {size: labkit.simulate(TRAIN, shard_over=size, **how) for size in (8, 16, 32, 64, 128, 256) if size < RANKS}
+ways[RANKS] = many_hosts
+_ = plots.timelines_by_run({f"groups of {size}": ways[size] for size in (8, 32, RANKS)})
 
 # %% [markdown]
-# *Groups of 32, 64 and 16 tie: all keep 96 % of the best speed on each of the four networks. With 434 µs, 128 GPUs that
-# share a model keep only 81 %.* By the formula of section 4, groups of 64 keep 97 % with all 32 blocks, too, at any of
-# the three latencies.
+# *Groups of 8 gather inside a host, but the all-reduces of their large shards go on after the backward pass. One group of
+# 1024 needs no all-reduce, but its gathers are exposed. Groups of 32 have little of both.*
 #
-# ### Exercise 4: the defence (••, {minutes} minutes)
+# Now on four networks, with the range over all four:
+
+# %%
+NETWORKS = {"14 µs": (14, 1.0), "78 µs": (78, 1.0), "434 µs": (434, 1.0), "78 µs, half cards": (78, 0.5)}
+estimates = {
+    size: [estimate_rank_step(way, checks.network(*each)) for each in NETWORKS.values()] for size, way in ways.items()
+}
+step_rows = {
+    size: [*(each.time.step_s for each in row), min(each.low_s for each in row), max(each.high_s for each in row)]
+    for size, row in estimates.items()
+}
+steps_ms = 1e3 * pandas.DataFrame.from_dict(step_rows, orient="index", columns=[*NETWORKS, "low", "high"])
+steps_ms.rename_axis("shard_over, ms").round(1)
+
+# %% [markdown]
+# *All the ranges overlap.* But the low end of one belongs to a quick network and the high end of another to a slow one. So
+# compare ways on the same network. A way is **out** if some other one is nowhere slower by more than a margin, and on one
+# network quicker by more than it.
 #
-# Somebody asks for 1024 GPUs on hosts that they share with other jobs, one sequence of 2048 tokens each, and the first
-# 8 blocks of `train.py`. The latency is 14 or 434 µs, and they get half of each card or all of it, four networks in all.
-# How should they shard, how long will a step take, and what should they measure first?
+# Which margin? An error that both ways share cancels, but nobody measured how much they share. So take it whole: the 20 %
+# by which a computation may be off.
+
+# %%
+way_steps = {str(size): dict(zip(NETWORKS, steps_ms.loc[size, [*NETWORKS]], strict=True)) for size in ways}
+still_in = {margin: theory.unbeaten(way_steps, margin) for margin in (0.05, 0.1, 0.2, 0.25)}
+pandas.Series({f"{margin:.0%}": ", ".join(names) for margin, names in still_in.items()}, name="left").to_frame()
+
+# %% [markdown]
+# *Groups of 16, 32 and 64 are left, with a margin of 20 % as with 5. Larger ones lose on the slow network and gain next to
+# nothing on the others, and groups of 8 lose with half cards.* With 25 %, groups of 128 would stay, too.
 #
-# Return `shard_over`, `low_ms`, `high_ms` and `measure_first`, which is `"latency"` or `"cards"`: the figure that moves
-# your step by the larger factor, from one end to the other, while the other figure stays. Your way must reach 95 % of
-# the best speed on each network. Your range must hold the step on all four, error bounds included, and be at most a
-# quarter wider at either end. `checks.network(14, 0.5)` are hosts with 14 µs and half of each card. It counts as
-# measured, so collectives are off by 1.25 at most.
+# *Takeaway: to compare two ways, put both on the same network. Overlapping ranges alone do not make them equal.*
+
+# %% tags=["claim"]
+claim("all the ranges overlap", steps_ms["low"].max() < steps_ms["high"].min(), where=TOLD)
+claim("16, 32 and 64 are left", all(still_in[each] == ["16", "32", "64"] for each in (0.05, 0.1, 0.2)), where=TOLD)
+claim("with 25 % 128 would stay", still_in[0.25] == ["16", "32", "64", "128"], where=TOLD)
+quickest_ms = steps_ms.min()
+large = [steps_ms.loc[size] for size in (128, 256, 1024) if TOLD]
+claim("larger ones lose on the slow network", all(each["434 µs"] > 1.2 * quickest_ms["434 µs"] for each in large))
+others = [name for name in NETWORKS if name != "434 µs"]
+claim("and gain next to nothing", all((steps_ms.loc[32, others] < 1.015 * each[others]).all() for each in large))
+half = steps_ms["78 µs, half cards"]
+claim("groups of 8 lose with half cards", half[8] > 1.2 * half[32], where=TOLD)
+waiting = {
+    size: ways[size].value("reckoned_exposed_s") / ways[size].value("reckoned_step_s") for size in (8, 32, RANKS)
+}
+claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], where=TOLD)
+
+# %% [markdown]
+# ## 7. Defend a choice ({minutes} minutes)
+#
+# ### Exercise 3: the defence (•••, {minutes} minutes)
+#
+# Somebody trains the same 8 blocks on 1024 GPUs, but with sequences of 1024 tokens. The latency is 14 or 434 µs, and
+# another job may take a tenth of each card: four networks, `(14, 1.0)`, `(14, 0.9)`, `(434, 1.0)` and `(434, 0.9)`.
+# `checks.task_estimates(434, 0.9)` estimates groups of 8 to 256 on one of them: a dictionary by size, whose values have
+# `.time.step_s`, `.low_s` and `.high_s`, in seconds. How should they shard, how long will a step take, and what should
+# they measure first? Return a dictionary:
+#
+# - `"shard_over"`: the size whose worst share is largest. On a network, a size's *share* is the best time there over its
+#   own.
+# - `"low_ms"` and `"high_ms"`: the range of its step over all four networks.
+# - `"slower"`: for each network, a list of the sizes that take more than 1.2 times as long as yours there.
+# - `"measure_first"`: `"latency"` or `"cards"`, the figure that moves your step by the larger factor, from one end to
+#   the other, while the other figure stays.
 #
 # <details><summary>Hint 1</summary>
 #
-# `estimates_on(checks.network(434, 0.5))[64]` has `.time.step_s`, `.low_s` and `.high_s`, in seconds.
+# Begin with a table: the estimates of each network, by network. Everything else is a loop over it.
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# Make a table of seven ways on four networks, as in section 5. The range begins with the smallest of four lows, and
-# ends with the largest of four highs.
+# The best time of a network is a minimum over sizes. The worst share of a size is a minimum over networks.
+#
+# </details>
+#
+# <details><summary>Hint 3</summary>
+#
+# The latency moves the step by `step[434, part] / step[14, part]`, for whole cards and for nine tenths. Take the larger.
 #
 # </details>
 
@@ -638,7 +617,22 @@ shares.assign(worst=shares.min(axis=1)).rename_axis("shard_over, % of the best s
 # %%
 def defence() -> dict[str, Any]:
     ### BEGIN SOLUTION
-    return {"shard_over": 32, "low_ms": 67, "high_ms": 130, "measure_first": "cards"}
+    found = {(us, part): checks.task_estimates(us, part) for us in (14, 434) for part in (1.0, 0.9)}
+    steps = {at: {size: each.time.step_s for size, each in sizes.items()} for at, sizes in found.items()}
+
+    def worst_share(size: int) -> float:
+        return min(min(row.values()) / row[size] for row in steps.values())
+
+    mine = max(steps[14, 1.0], key=worst_share)
+    latency = max(steps[434, part][mine] / steps[14, part][mine] for part in (1.0, 0.9))
+    cards = max(steps[us, 0.9][mine] / steps[us, 1.0][mine] for us in (14, 434))
+    return {
+        "shard_over": mine,
+        "low_ms": 1e3 * min(sizes[mine].low_s for sizes in found.values()),
+        "high_ms": 1e3 * max(sizes[mine].high_s for sizes in found.values()),
+        "slower": {at: [size for size in row if row[size] > 1.2 * row[mine]] for at, row in steps.items()},
+        "measure_first": "latency" if latency > cards else "cards",
+    }
     ### END SOLUTION
 
 
@@ -647,96 +641,105 @@ checks.defence(defence)
 
 # %% [markdown]
 # *Takeaway: if you cannot measure, take a way that is nearly the best on every network, give a range, and name the
-# figure behind it. Over all 1024 GPUs it is the latency, for groups of 32 the cards.* `all_gather_perf` of nccl-tests
-# measures both in minutes: the latency with small tensors, the cards with large ones.
-
-# %% tags=["claim"]
-worst = shares.min(axis=1)
-claim("32, 64 and 16 tie", theory.robust(way_steps, 0.05) == ["32", "64", "16"], where=TOLD)
-claim("all keep 96 %", TOLD and worst[["16", "32", "64"]].min() > 95.5, where=TOLD)
-claim("128 keeps only 81 %", TOLD and round(shares.loc["128", "434 µs"]) == 81, where=TOLD)
-latencies = [GPUS.with_network(latency_us=us) for us in (14, 78, 434)]
-whole_model = {
-    str(size): {at: theory.sharded_step_s(size, 1024, None, 2048, hosts) for at, hosts in enumerate(latencies)}
-    for size in (8, 16, 32, 64, 128, 256)
-}
-turns = steps_ms.assign(
-    latency=steps_ms["434 µs"] / steps_ms["14 µs"], cards=steps_ms["78 µs, half cards"] / steps_ms["78 µs"]
-)
-claim("over all it is the latency", TOLD and turns.latency["1024"] > turns.cards["1024"], where=TOLD)
-claim("for groups of 32 the cards", TOLD and turns.latency["32"] < turns.cards["32"], where=TOLD)
-kept_whole = min(min(each[at] for each in whole_model.values()) / whole_model["64"][at] for at in range(3))
-claim("groups of 64 keep 97 % with all 32 blocks", kept_whole > 0.965)
+# figure behind it.* `all_gather_perf` of nccl-tests measures both in minutes: the latency with small tensors, the cards
+# with large ones.
 
 # %% [markdown]
-# ## 7. Is it true? ({minutes} minutes)
+# ## 8. Is it true? ({minutes} minutes)
 #
-# Others have published how long their steps took. Here are 37 of these rows: FSDP and HSDP (section 5) by IBM, FSDP with
-# tensor parallelism by torchtitan's authors, DDP with tensor parallelism by those of vTrain. DDP, of lab 4, copies the
-# model to every group, and tensor parallelism, of lab 5, cuts each matrix within a group. One row was used to set a
-# figure, and all the others are predicted.
+# Here are 37 published steps: FSDP and HSDP by IBM on 16 hosts of A100s and 12 of H100s, FSDP with tensor parallelism by
+# torchtitan on 8 and 32 hosts of H100s, DDP with tensor parallelism by vTrain on 8 hosts of A100s. DDP copies the model to
+# every group (lab 4), and tensor parallelism cuts each matrix within a group (lab 5). One row set a figure, and the others
+# are predicted.
 #
-# Two bets: how many of the 36 are met within a factor of 1.25? And how many with a planted mistake, links that are four
-# times slower?
+# Three bets: how many of the 36 are met within a factor of 1.25, as it is, with a latency of 434 µs, and with links that
+# are four times slower?
 
 # %% tags=["commit"]
-mine_met = commit(as_it_is=None, four_times_slower=None)
+mine_met = commit(as_it_is=None, latency_434=None, four_times_slower=None)
 ### BEGIN SOLUTION
-mine_met = commit(as_it_is=33, four_times_slower=10)
+mine_met = commit(as_it_is=33, latency_434=20, four_times_slower=10)
 ### END SOLUTION
 
 # %%
-met = {"as it is": estimated_over_published(1.0), "four times slower": estimated_over_published(4.0)}
+with_latency = {us: estimated_over_published(latency_us=us) for us in (14, 78, 434)}
+worlds = (with_latency[78], with_latency[434], estimated_over_published(slower=4.0))
+met = dict(zip(("as it is", "latency 434 µs", "links four times slower"), worlds, strict=True))
 _ = simulate_plots.accuracy_by_hosts(met, within=1.25, note="published by IBM, torchtitan and vTrain")
-counts = {name.replace(" ", "_"): sum(0.8 <= ratio <= 1.25 for _, ratio in each) for name, each in met.items()}
+counts = {name: sum(0.8 <= ratio <= 1.25 for _, ratio in each) for name, each in zip(mine_met, worlds, strict=True)}
 plots.comparison_table(counts, yours=mine_met, column=f"of {len(met['as it is'])}")
 
+# %% [markdown]
+# *Nine in ten are met. Links that are four times slower would show, a latency of 434 µs does not.* The error goes with
+# the program: nearly all rows on 8 hosts come out too short, and IBM's on 12 and 16 too long. So they are three witnesses
+# rather than 36. IBM's rows also helped to set the factor 1.2 of section 5, so they cannot confirm it.
+#
+# Which latencies survive? Fernandez et al. used up to 256 hosts: from 128 to 2048 H100s a GPU lost 37 % of its speed. The
+# table has the rows met, the rows that each latency comes nearest to, of those that it moves by more than 5 %, and the
+# loss in percent that we estimate for Fernandez, by tokens on a GPU.
+
+# %%
+ratios = pandas.DataFrame({us: [ratio for _, ratio in each] for us, each in with_latency.items()})
+moved = ratios[ratios[434] > 1.05 * ratios[14]]
+table = pandas.DataFrame({"met": ratios.apply(lambda column: column.between(0.8, 1.25).sum())})
+table["nearest"] = [(abs(numpy.log(moved)).idxmin(axis=1) == us).sum() for us in table.index]
+shape = {"shard_over": None, "layers": None, "sequence": 2048}
+for batch in (1, 2, 4):
+    networks = [{"hosts": GPUS.with_network(latency_us=us), "batch": batch} for us in table.index]
+    few, many = ([theory.sharded_step_s(ranks=ranks, **shape, **each) for each in networks] for ranks in (128, 2048))
+    table[f"loss, {2048 * batch}"] = [round(100 * (1 - a / b)) for a, b in zip(few, many, strict=True)]
+table.rename_axis("latency, µs")
 
 # %% [markdown]
-# *Nine in ten are met, and with the wrong network less than three in ten.* So these rows would have told a network that
-# is wrong by a factor of four. The three that miss are rows of vTrain on 8 hosts whose tensor parallelism has 4 or 8
-# ranks, with the smallest or the largest micro batch: the estimate is 0.47, 0.59 and 0.68 of what was published. And
-# the rows say little of a latency on 128 hosts, because none of them has more than 32.
+# *All three survive: 32, 33 and 32 rows are met, and the eight that feel the latency pull both ways. About 37 % are lost
+# with 14 µs and 2048 tokens, with 78 and 4096, and with 434 and more than 8192.* Look up in the paper how many they had: it
+# may rule one out. Until then nothing here tests the guess, and every sentence about 1024 GPUs rests on it.
 #
 # <details><summary>Your own machine, and all rows case by case</summary>
 #
 # [docs/simulation.md](../docs/simulation.md) lists them, says what the model leaves out, and how to fit the figures to
-# your own machine.
+# your own machine. Three rows of vTrain miss, with the smallest or the largest micro batch: the estimate is 0.47, 0.59
+# and 0.68 of what was published. vTrain does not state its network cards: four a host were fitted to its rows at 78 µs.
 #
 # </details>
 #
-# *Takeaway: trust an estimate as far as it has been held against measurements, and plant a mistake to see whether these
-# measurements would notice.*
+# *Takeaway: plant a mistake in the very figure that you doubt. If the measurements do not notice, they have not tested
+# it.*
 
 # %% tags=["claim"]
 claim("36 rows", len(met["as it is"]) == 36)
 claim("nine in ten are met", counts["as_it_is"] >= 0.88 * 36)
-claim("with the wrong network less than three in ten", counts["four_times_slower"] < 0.3 * 36)
-claim("none has more than 32 hosts", max(hosts for hosts, _ in met["as it is"]) == 32)
+claim("four times slower would show", counts["four_times_slower"] < 0.3 * 36)
+claim("32, 33 and 32 rows", [*table["met"]] == [32, 33, 32])
+claim("eight feel it and pull both ways", len(moved) == 8 and table["nearest"][14] > 0 < table["nearest"][434])
+lost_percent = table.iloc[:, 2:].to_numpy().tolist()
+claim("37 % with some number of tokens", lost_percent == [[37, 2, 1], [63, 33, 2], [85, 79, 60]])
+short = {hosts: [ratio < 1 for at, ratio in met["as it is"] if at == hosts] for hosts in (8, 12, 16)}
+claim("too short on 8 hosts", sum(short[8]) >= 0.95 * len(short[8]))
+claim("too long on 12 and 16", sum(short[12] + short[16]) <= 2)
 missed = sorted((round(ratio, 2), hosts) for hosts, ratio in met["as it is"] if not 0.8 <= ratio <= 1.25)
 claim("three miss, on 8 hosts, by 0.47, 0.59 and 0.68", missed == [(0.47, 8), (0.59, 8), (0.68, 8)])
 
 # %% [markdown]
-# ## 8. Take away ({minutes} minutes)
+# ## 9. Take away ({minutes} minutes)
 #
 # 1. A step takes as long as its computation and what is exposed. Over many hosts gathers wait for hops.
-# 2. Look at one GPU, on an axis from 0. A straight line on logarithmic axes may hide half of the money.
-# 3. An estimate is a range with the name of the figure behind it. Compare ways on the same network, and choose what is
-#    nearly the best on each.
+# 2. Look at one GPU, on an axis from 0. A line that hardly bends on logarithmic axes may hide half of the money.
+# 3. An estimate is a range with the name of the figure behind it. Compare ways on the same network.
 #
 # | if | then |
 # |---|---|
 # | gathers are exposed | more tokens on a GPU, or smaller groups that share a model |
 # | all-reduces between groups are exposed | larger groups |
-# | the ranges of two ways overlap | compare the two on the same network, the quickest and the slowest that you may get |
+# | the ranges of two ways overlap | compare them on the quickest and on the slowest network that you may get |
 # | everything hangs on one figure | measure that figure first |
 
 # %% tags=["summary"]
 lab_found = {
     "gather of a block, 128 hosts over one": round(block_ms[128] / block_ms[1], 1),
     f"speed of a GPU that {RANKS} GPUs keep": f"{kept['weak'][RANKS]:.0%}",
-    "robust choice of shard_over": ", ".join(theory.robust(way_steps, 0.05)),
-    "published steps within 1.25": f"{counts['as_it_is']} of {len(met['as it is'])}",
+    "shard_over, left on four networks": ", ".join(still_in[0.2]),
+    "published steps met with 14, 78 and 434 µs": ", ".join(map(str, table["met"])),
 }
 pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 
@@ -756,7 +759,7 @@ pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 #
 # </details>
 #
-# <details><summary>3. A figure shows throughput on a straight line from 64 to 1024 GPUs. What do you ask for?</summary>
+# <details><summary>3. A figure shows throughput on a nearly straight line from 64 to 1024 GPUs. What do you ask for?</summary>
 #
 # For the throughput of one GPU, on a linear axis from 0. And whether the batch of a GPU stayed the same.
 #
@@ -771,7 +774,7 @@ pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 #
 # <details><summary>5. An estimate fits ten published rows within 5 %. Is its network right?</summary>
 #
-# Only if the rows wait for the network. Make it four times slower: if they still fit, they say nothing of it.
+# Only if the rows wait for the network. Change the figure that you doubt: if they still fit, they say nothing of it.
 #
 # </details>
 #
@@ -780,8 +783,8 @@ pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 # - Williams, Waterman, Patterson, *Roofline*, 2009. <https://doi.org/10.1145/1498765.1498785>
 # - Hoefler, Belli, *Scientific benchmarking of parallel computing systems*, 2015: how plots lie.
 #   <https://doi.org/10.1145/2807591.2807644>
-# - Fernandez et al., *Hardware scaling trends and diminishing returns in large-scale distributed training*, 2024: from
-#   128 to 2048 H100s they lost 37 %. <https://arxiv.org/abs/2411.13055>
+# - Fernandez et al., *Hardware scaling trends and diminishing returns in large-scale distributed training*, 2024.
+#   <https://arxiv.org/abs/2411.13055>
 # - torchtitan's published runs <https://github.com/pytorch/torchtitan/tree/main/benchmarks>
 # - NCCL's choice of protocols: `src/graph/tuning.cc` <https://github.com/NVIDIA/nccl>
 # - In labkit: `labkit/theory/links.py`, collectives; `labkit_simulate/theory/step_time.py`, streams;

@@ -3,10 +3,6 @@
 from answers import Exercise, changed
 from labkit_course.checks import step_time as checks
 
-NEAR_FAR = "robust({'a': {'near': 1.2, 'far': 2.0}, 'b': {'near': 1.0, 'far': 8.0}}, 0.01) gave ['b']"
-SHARE = "robust({'a': {'near': 2.0, 'far': 8.0}, 'b': {'near': 1.0, 'far': 9.0}}, 0.01) gave ['a']"
-TIED = "robust({'a': {'x': 1.05, 'y': 4.0, 'z': 7.0}"
-DEFENCE = 'return {{"shard_over": {}, "low_ms": {}, "high_ms": {}, "measure_first": {!r}}}'
 EXERCISES = [
     Exercise(
         "6b.1",
@@ -52,27 +48,36 @@ EXERCISES = [
     ),
     Exercise(
         "6b.3",
-        "robust",
-        checks.robust,
-        {
-            NEAR_FAR: "return [min(steps, key=lambda way: min(steps[way].values()))]",
-            SHARE: "return [min(steps, key=lambda way: max(steps[way].values()))]",
-            TIED: changed("06b", "robust", (">= worst[order[0]] - tie", "== worst[order[0]]")),
-        },
-    ),
-    Exercise(
-        "6b.4",
         "defence",
         checks.defence,
         {
             "it gave (32, 60, 140)": "return 32, 60, 140",
-            "measure_first is 'share'": DEFENCE.format(32, 60, 140, "share"),
-            "shard_over 24 is refused": DEFENCE.format(24, 60, 140, "cards"),
-            "shard_over None has": DEFENCE.format(None, 60, 140, "cards"),
-            "shard_over 64 has": DEFENCE.format(64, 60, 150, "cards"),
-            "with 14 µs and whole cards the step may take": DEFENCE.format(32, 75, 140, "cards"),
-            "30.0 to 300.0 ms is wider": DEFENCE.format(32, 30, 300, "cards"),
-            "the step depends on latency": DEFENCE.format(32, 60, 140, "latency"),
+            "measure_first is 'share'": changed("06b", "defence", ('if latency > cards else "cards"', 'and "share"')),
+            "shard_over is None": changed("06b", "defence", ('"shard_over": mine', '"shard_over": None')),
+            "groups of 32 have 95% of the best speed": changed(
+                "06b",
+                "defence",
+                ("max(steps[14, 1.0], key=worst_share)", "min(steps[14, 1.0], key=steps[14, 1.0].get)"),
+            ),
+            "groups of 256 have 40% of the best speed": changed(
+                "06b", "defence", ("max(steps[14, 1.0], key=worst_share)", "max(steps[14, 1.0])")
+            ),
+            "with 14 µs and 100% of each card the step may take": changed(
+                "06b", "defence", (".low_s for", ".time.step_s for"), (".high_s for", ".time.step_s for")
+            ),
+            "with 14 µs and 90% of each card the step may take": changed(
+                "06b", "defence", ("1e3 * max(sizes[mine]", "1e3 * min(sizes[mine]")
+            ),
+            "30.0 to 75.9 ms is wider": changed(
+                "06b", "defence", ("1e3 * min(sizes[mine].low_s for sizes in found.values())", "30.0")
+            ),
+            "slower is {'": changed("06b", "defence", ("{at: [size for", "{str(at): [size for")),
+            "with 14 µs and 100% of each card you say that": changed(
+                "06b", "defence", ("row[size] > 1.2 * row[mine]", "row[size] > 1.05 * row[mine]")
+            ),
+            "cards moves your step by a factor of 1.04": changed(
+                "06b", "defence", ("latency > cards", "latency < cards")
+            ),
         },
     ),
 ]

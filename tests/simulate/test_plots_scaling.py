@@ -47,11 +47,17 @@ def test_predictions_stand_at_their_ratio_within_the_band():
 
 def test_ratios_stand_over_their_number_of_hosts_and_the_labels_beside_each_other():
     ax = plots.accuracy_by_hosts(
-        {"as it is": [(8, 1.0), (32, 0.5)], "slower": [(8, 2.0), (32, 3.0)]}, within=1.25, note="x"
+        {"as it is": [(8, 1.0), (32, 0.5)], "slower": [(8, 2.0), (32, 3.0)], "far": [(8, 4.0), (32, 5.0)]},
+        within=1.25,
+        note="x",
     )
-    (first, second) = (line for line in ax.lines if line.get_marker() == "o")
+    (first, second, third) = (line for line in ax.lines if line.get_marker() == "o")
     assert list(first.get_ydata()) == [1.0, 0.5] and list(second.get_ydata()) == [2.0, 3.0]
-    assert list(first.get_xdata()) == pytest.approx([8, 32], rel=0.05)
-    assert all(left < right for left, right in zip(first.get_xdata(), second.get_xdata(), strict=True))
+    assert list(third.get_ydata()) == [4.0, 5.0] and list(second.get_xdata()) == [8, 32]
+    assert list(first.get_xdata()) == pytest.approx([8, 32], rel=0.07)
+    assert all(
+        first < second < third
+        for first, second, third in zip(*(each.get_xdata() for each in (first, second, third)), strict=True)
+    )
     assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "32"]
     assert (ax.patches[0].get_y(), ax.patches[0].get_height()) == pytest.approx((0.8, 0.45))
