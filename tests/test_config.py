@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from typing import Literal
 
 import numpy
 import pytest
@@ -320,6 +321,7 @@ def test_what_is_not_at_its_default_keeps_its_limits_on_a_rank(config_class):
         ("2", float, {"above": 0}, "N = '2', but must be float > 0: "),
         (True, int, {"at_least": 1}, "N = True, but must be int ≥ 1: "),
         (None, int, {"at_least": 1}, "N = None, but must be int ≥ 1: "),
+        (3, Literal[2, 4], {}, "N = 3, but must be one of 2, 4: two are a pair. "),
     ],
 )
 def test_a_notebooks_parameter_outside_its_limits_is_refused_with_reason_and_fix(value, kind, limits, message):

@@ -3,7 +3,7 @@
 #
 # Lab 6 said what fits on a cluster, to the byte. What a step costs there depends on seconds, and no simulation has a
 # clock. Its seconds are **estimated**: from what the program does, and from a table of hardware. One figure of that
-# table is a guess, and at 1024 GPUs almost everything hangs on it. Section 8 tests it. The picture to remember is the
+# table is a guess, and at 1024 GPUs almost everything hangs on it, so section 8 tests it. The picture to remember is the
 # pair in section 4: the same numbers, drawn twice.
 #
 # The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
@@ -409,7 +409,7 @@ ax = simulate_plots.total_throughput(speeds, note="8 × H100 a host, latency of 
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
-# So it is often drawn. Commit, from the figure: how fast is one GPU of 1024, in percent of one GPU of the smallest cluster that is drawn? The
+# So it is often drawn, and now commit, from the figure: how fast is one GPU of 1024, in percent of one GPU of the smallest cluster that is drawn? The
 # next figure will show your answers as crosses.
 
 # %% tags=["commit"]
@@ -501,7 +501,7 @@ widgets.StepExplorer()
 # as if each were measured. A step is scheduled with every task as short as its factor allows, and with every task as
 # long, and the range goes from the least to the most. How many steps lie in it, nobody has counted.
 #
-# *Takeaway: an estimate is a range with the name of the figure behind it. A factor counts only with what it covers.*
+# *Takeaway: an estimate is a range with the name of the figure behind it, and a factor counts only with what it covers.*
 
 
 # %% tags=["claim"]
@@ -526,7 +526,7 @@ _ = plots.timelines_by_run({f"groups of {size}": ways[size] for size in (8, 32, 
 
 # %% [markdown]
 # *Groups of 8 gather inside a host, but the all-reduces of their large shards go on after the backward pass. One group of
-# 1024 needs no all-reduce, but its gathers are exposed. Groups of 32 have little of both.*
+# 1024 needs no all-reduce, but its gathers are exposed, and groups of 32 have little of both.*
 #
 # Now on four networks, with the range over all four:
 
