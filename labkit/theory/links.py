@@ -153,7 +153,7 @@ class Links:
         halves = name in ("all_gather", "reduce_scatter")
         if halves and ranks == hosts and algorithm == "best" and len(self.tuning.protocols) > 1:
             times.append(self._doubling_s(name, handed_bytes, ranks))
-        switched = self.tuning.nvls_s_per_byte
+        switched = self.tuning.nvls_s_per_byte if hosts == 1 else None
         if name == "all_reduce" and algorithm == "best" and switched and ranks == self.devices:
             steps_s = NVLS_STEPS * self.inside.alpha_s
             times.append(

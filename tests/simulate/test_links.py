@@ -74,6 +74,9 @@ def test_the_switch_adds_only_on_one_full_host_and_rings_depend_on_the_ranks():
     quick = switched.collective_s("all_reduce", 1e9, 4)
     assert quick < 0.01 * switched.collective_s("all_reduce", 1e9, 3)
     assert switched.collective_s("all_gather", 1e9, 4) == PLAIN_LINKS.collective_s("all_gather", 1e9, 4)
+    assert switched.collective_s("all_reduce", 1e9, 4, 4) == PLAIN_LINKS.collective_s("all_reduce", 1e9, 4, 4), (
+        "a group of as many ranks as a host has devices, one on each of four hosts"
+    )
     # V100s without a switch, measured: 22.5 GB/s between two of them, 134 between eight.
     v100 = MEASURED_LINKS["v100-8x"]
     speed = {ranks: 2 * (ranks - 1) / ranks * 1e9 / v100.collective_s("all_reduce", 1e9, ranks) for ranks in (2, 8)}
