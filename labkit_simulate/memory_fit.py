@@ -1,6 +1,7 @@
 """Decide whether a simulated rank fits into a GPU's memory."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import readable_bytes
@@ -37,18 +38,15 @@ class MemoryFit:
         return self.margin_bytes >= 0
 
     def __str__(self) -> str:
-        ahead = (
-            f"{readable_bytes(self.prefetch_bytes)} gathered ahead, " if self.prefetch_bytes else ""
-        )
+        # Budgets are given in GiB.
+        text = partial(readable_bytes, base=1024)
+        ahead = f"{text(self.prefetch_bytes)} gathered ahead, " if self.prefetch_bytes else ""
         sum_ = (
-            f"{readable_bytes(self.allocator_bytes)} reserved for tensors, "
-            f"{ahead}{readable_bytes(self.overhead_bytes)} for all else"
+            f"{text(self.allocator_bytes)} reserved for tensors, "
+            f"{ahead}{text(self.overhead_bytes)} for all else"
         )
-        rest = f"{readable_bytes(abs(self.margin_bytes))} {'are left' if self else 'are missing'}"
-        return (
-            f"{'fits' if self else 'does not fit'} in {readable_bytes(self.budget_bytes)}: {sum_},"
-            f" {rest}"
-        )
+        rest = f"{text(abs(self.margin_bytes))} {'are left' if self else 'are missing'}"
+        return f"{'fits' if self else 'does not fit'} in {text(self.budget_bytes)}: {sum_}, {rest}"
 
 
 def memory_fit(result: RunResult, budget_gib: float = 80.0) -> MemoryFit:

@@ -11,7 +11,7 @@ from labkit.plots.style import Numbers, Runs, Stacks
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit
 
-BYTE_UNITS = {"MB": 1e6, "GB": 1e9}
+BYTE_UNITS = {"MB": 1e6, "GB": 1e9, "GiB": 2**30}
 # White behind numbers keeps them legible where a line crosses them.
 WHITE_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
@@ -49,7 +49,7 @@ def memory_comparison(
     """Draw stacked bars of memory by category, predicted beside the peaks of measured runs.
 
     Predicted are bytes such as ``theory.fsdp.fsdp_step_peak`` gives them. ``bound``, in bytes, is a
-    dotted line; ``unit`` is MB or GB, and ``ylabel`` comes before it.
+    dotted line; ``unit`` is MB, GB or GiB, and ``ylabel`` comes before it.
     """
     measured, size = measured or {}, BYTE_UNITS[unit]
     ax = style.make_axes(ax, width=8.0, height=4.2)

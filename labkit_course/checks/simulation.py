@@ -4,13 +4,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import labkit
 from labkit.errors import ParameterError
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
-from labkit_simulate import run_simulation
+from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.simulation import ALLOCATOR_FACTOR, RESERVED_GIB
@@ -19,10 +18,8 @@ from launch.given import TRAIN
 
 LAB = "simulation"
 HOSTS = "h100-8x"
-# Exercise 2 simulates this; exercise 3 plans those.
-BLOCK: dict[str, Any] = {"layers": 1, "sequence": 128}
-MOST_CALLS = 4
-GROWING = "n hosts have 8 * n ranks, and n grows from one simulation to the next."
+# Exercise 1 simulates these blocks on so many ranks, and exercise 3 plans the choices.
+BLOCKS, FULLEST_RANKS, FULLEST_NEAR = 4, (64, 8), 0.01
 CHOICES: dict[str, Any] = {"checkpointing": ["none", "full"], "batch": [1, 4], "layers": 2}
 PLAN_RANKS = 16
 # The task of exercise 4, and how near to the quickest way an answer has to come.
@@ -31,8 +28,56 @@ NAMES = ("shard_over", "batch", "checkpointing")
 
 
 @exercise
+def fullest_block(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 1: the block in whose backward pass a rank holds most, and bytes, as simulated."""
+    judge.raise_if_not_attempted(answer)
+    sizes = LLAMA_2_7B.block_parameters, LLAMA_2_7B.root_parameters
+    said = ""
+    for ranks in FULLEST_RANKS:
+        right, held, kept_bytes = _simulated_peak(ranks)
+        asked = f"{judge.answer_name(answer)} of {BLOCKS} blocks on {ranks} ranks"
+        found = judge.call_answer(answer, BLOCKS, *sizes, ranks, kept_bytes, in_words=asked)
+        parts = ", ".join(f"{name} {size / GIB:.3f}" for name, size in held.items())
+        total = sum(held.values())
+        wanted = f"block {right} and {total / GIB:.3f} GiB, of which {parts}"
+        said = f"{asked} gave {judge.value_text(found)}"
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        expect(is_pair, said, wanted, "Return a pair: the block's number, and the bytes.")
+        block, most = found
+        said = f"{asked} gave block {block} and {most / GIB:.3f} GiB"
+        hint = (
+            "From each block to the one before, what blocks keep becomes less, and the shards of"
+            " gradients become more. What does the first block lack, and the last?"
+        )
+        expect(block == right, said, wanted, hint)
+        hint = "Which tensor of section 2's table is missing, and in which dtype is each one?"
+        expect(abs(most / total - 1) <= FULLEST_NEAR, said, wanted, hint)
+    return judge.passing_verdict(f"{said}, as simulated without temporary tensors; on 64, too")
+
+
+@functools.cache
+def _simulated_peak(ranks: int) -> tuple[int, dict[str, int], int]:
+    """Return the block of a simulated peak, its bytes by kind, and those that a block keeps."""
+    settings: dict[str, Any] = {"layers": BLOCKS, "checkpointing": "full", "sequence": SEQUENCE}
+    result = labkit.simulate(TRAIN, world_size=ranks, **settings)
+    block = peak_phase_and_block(result)[1].removeprefix("blocks.")
+    kinds = {
+        "parameters": "parameter",
+        "Adam": "optstate",
+        "gradients": "gradient",
+        "gathered": "unsharded_parameter",
+        "gathered ahead": "all_gather",
+        "being reduced": "reduce_scatter",
+        "kept by blocks": "activation",
+    }
+    held = {name: int(result.value(f"peak_{kind}_bytes")) for name, kind in kinds.items()}
+    kept_bytes = int(block_memory_table(result).loc["blocks.0", "activation"])
+    return int(block), held, kept_bytes
+
+
+@exercise
 def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 1: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
+    """Exercise 2: hosts of 8 on which each rank finds room, or None, as ``theory.fewest_hosts``."""
 
     def right_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float) -> int:
         return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))
@@ -51,74 +96,6 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
     said, expected = f"{asked} gave {judge.value_text(found)}", "None: no number of hosts is enough"
     expect(found is None, said, expected, hint)
     return judge.passing_verdict("4 cases agree, one of them without an answer")
-
-
-@exercise
-def first_that_fits(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: from a number of hosts on, the simulation of the first on which a rank fits."""
-    judge.raise_if_not_attempted(answer)
-    one, two = (_needed_gib(hosts) for hosts in (1, 2))
-    right = 2
-    # One host has too little room; then it would have enough, but the search begins with two.
-    for first, budget_gib in ((1, (one + two) / 2), (2, one + 1)):
-        asked = f"{judge.answer_name(answer)} from hosts={first} with {budget_gib:.2f} GiB"
-        with mock.patch.object(labkit, "simulate", _CountedSimulations()):
-            found = judge.call_answer(
-                answer, TRAIN, first, budget_gib, dict(BLOCK), in_words=asked, hint=GROWING
-            )
-        said = f"{asked} gave {judge.value_text(found)}"
-        wanted = f"the simulation of {8 * right} ranks"
-        is_result = isinstance(found, labkit.RunResult)
-        expect(is_result, said, wanted, "Return what labkit.simulate returns, not a number.")
-        said = f"{asked} gave the simulation of {found.world_size} ranks"
-        is_same = {name: found.params.get(name) for name in BLOCK} == BLOCK
-        expect(is_same, f"{said}, but with other settings", wanted, "Do the settings reach it?")
-        hint = "It needs more than the budget: memory_fit counts what is no tensor, too."
-        if found.world_size < 8 * first:
-            hint = "The search does not begin with the number of hosts that it was given."
-        elif found.world_size > 8 * right:
-            hint = "Fewer hosts are enough."
-        expect(found.world_size == 8 * right, said, wanted, hint)
-    return judge.passing_verdict("two searches end with the first number of hosts that is enough")
-
-
-class _CountedSimulations:
-    """Stand for ``labkit.simulate`` in a check: keep results, and end a search that never ends."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, program: Any, **settings: Any) -> labkit.RunResult:
-        self.calls += 1
-        ranks = settings.get("world_size")
-        if not isinstance(ranks, int) or ranks % 8:
-            raise RuntimeError(f"it simulates {ranks} ranks, which fill no hosts of 8")
-        if self.calls > MOST_CALLS:
-            raise RuntimeError(f"it simulated {MOST_CALLS} times, and went on")
-        return _simulate_once(program, tuple(sorted(settings.items())))
-
-
-@functools.cache
-def _simulate_once(program: Any, settings: tuple[tuple[str, Any], ...]) -> labkit.RunResult:
-    return run_simulation.simulate(program, **dict(settings))
-
-
-def _needed_gib(hosts: int) -> float:
-    """Return the GiB that a rank of the small case needs."""
-    settings = tuple(sorted({"world_size": 8 * hosts, **BLOCK}.items()))
-    fit = memory_fit(_simulate_once(TRAIN, settings))
-    return (fit.budget_bytes - fit.margin_bytes) / GIB
-
-
-def simulate_until_it_fits(
-    program: Any, hosts: int, budget_gib: float, settings: Mapping[str, Any]
-) -> labkit.RunResult:
-    """Return the right answer to exercise 2, for a learner who has none yet."""
-    while True:
-        result = labkit.simulate(program, world_size=8 * hosts, **settings)
-        if memory_fit(result, budget_gib):
-            return result
-        hosts += 1
 
 
 @exercise
@@ -143,7 +120,9 @@ def quickest(answer: Callable[..., Any]) -> Verdict:
     if step_s < rows[right][1]:
         hint = "Its step is shorter, but how many sequences does it train in it?"
     expect(key == right, f"{said}: {speed:,.0f} tokens a second", best, hint)
-    return judge.passing_verdict(f"{best}: {speed:,.0f} tokens a second on a GPU, and it fits")
+    return judge.passing_verdict(
+        f"{best}: {speed:,.0f} tokens a second on a GPU, and it fits ({CHOICES['layers']} blocks)"
+    )
 
 
 @functools.cache

@@ -73,7 +73,8 @@ def candidate_scatter(
         xycoords=("data", "axes fraction"),
         **LABEL_STYLE,
     )
-    for row in rows:
+    below = True
+    for row in sorted(rows, key=lambda row: row["x"]):
         if row["candidate"] == chosen:
             ax.scatter(
                 row["x"], row["y"], s=160, facecolors="none", edgecolors="black", linewidths=1.3
@@ -82,10 +83,12 @@ def candidate_scatter(
             ax.annotate(
                 (words or {})[row["candidate"]],
                 (row["x"], row["y"]),
-                (0, -6),
+                (0, -6 if below else 6),
                 ha="center",
-                **LABEL_STYLE,
+                **LABEL_STYLE | {"va": "top" if below else "bottom"},
             )
+            # Neighbours have their labels on opposite sides, where they cannot collide.
+            below = not below
     of_what = f"estimated time of a step / {per}" if per else "estimated time of a step"
     ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"{of_what}, {unit}")
     ax.set_ylim(bottom=0)

@@ -15,6 +15,9 @@ from labkit_simulate.block_memory import (
     read_memory_curve,
 )
 
+LEAST_SEEN = 0.005
+"""Of the width of a curve: a narrower phase has no place in the legend."""
+
 
 def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None = None) -> Axes:
     """Bytes that a simulated rank holds over its step, change by change; the peak is named, and
@@ -24,7 +27,7 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
     """
     curve = read_memory_curve(result, rank)
     ax = style.make_axes(ax, width=8.0, height=3.4)
-    unit, scale = byte_unit(max(curve.bytes_by_change))
+    unit, scale = byte_unit(max(curve.bytes_by_change), base=1024)
     held = [size / scale for size in curve.bytes_by_change]
     for phase, _, start, end in curve.phase_intervals:
         places = range(max(0, start - 1), end)
@@ -39,7 +42,7 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
     (phase, block), most = peak_phase_and_block(result, rank), curve.bytes_by_change[curve.peak]
     ax.plot(curve.peak, held[curve.peak], "v", color="black", ms=6)
     side = "right" if curve.peak > len(held) / 2 else "left"
-    text = f"peak {readable_bytes(most)}, {' '.join(filter(None, (phase, block)))}"
+    text = f"peak {readable_bytes(most, base=1024)}, {' '.join(filter(None, (phase, block)))}"
     ax.annotate(
         text,
         (curve.peak, held[curve.peak]),
@@ -48,8 +51,12 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
         ha=side,
         fontsize=9,
     )
-    first = dict.fromkeys(phase for phase, *_ in curve.phase_intervals)
-    handles = [Patch(color=style.PHASE_COLOURS[phase], alpha=0.5, label=phase) for phase in first]
+    changes: dict[str, int] = {}
+    for phase, _, start, end in curve.phase_intervals:
+        changes[phase] = changes.get(phase, 0) + end - start
+    # An optimizer that works in place makes few tensors: its phase is too narrow to be seen.
+    seen = [phase for phase, count in changes.items() if count > LEAST_SEEN * len(held)]
+    handles = [Patch(color=style.PHASE_COLOURS[phase], alpha=0.5, label=phase) for phase in seen]
     style.add_legend_above(ax, len(handles), handles)
     ax.set(
         xlabel="tensors made and freed, in order",

@@ -8,6 +8,34 @@ CHOICE = 'return {{"shard_over": {}, "batch": {}, "checkpointing": "{}"}}'
 EXERCISES = [
     Exercise(
         "6.1",
+        "fullest_block",
+        checks.fullest_block,
+        {
+            "fullest_block of 4 blocks on 64 ranks gave block 2 and 1.865 GiB": changed(
+                "06", "fullest_block", ("block_parameters * (1 + (block > 0))", "block_parameters")
+            ),
+            "fullest_block of 4 blocks on 64 ranks gave block 1": changed(
+                "06", "fullest_block", (" + kept_bytes * (block + 1)", "")
+            ),
+            "fullest_block of 4 blocks on 64 ranks gave block 3": changed(
+                "06", "fullest_block", (" * (block < blocks - 1)", "")
+            ),
+            "fullest_block of 4 blocks on 64 ranks gave block 2 and 2.29": changed(
+                "06",
+                "fullest_block",
+                ("12 * parameters + 4 * block_parameters * (blocks - 1 - block)", "16 * parameters"),
+            ),
+            "fullest_block of 4 blocks on 8 ranks gave block 0": changed(
+                "06", "fullest_block", ("(1 + (block > 0))", "2")
+            ),
+            "fullest_block of 4 blocks on 8 ranks gave block 2": changed(
+                "06", "fullest_block", ("4 * block_parameters * (blocks - 1 - block)", "4 * block_parameters")
+            ),
+            "fullest_block of 4 blocks on 64 ranks gave 2": "return 2",
+        },
+    ),
+    Exercise(
+        "6.2",
         "fewest_hosts",
         checks.fewest_hosts,
         {
@@ -15,30 +43,6 @@ EXERCISES = [
             HOSTS.format(1280.0, 20.0, 60.0, 2): "return int(shared_bytes / budget_bytes / 8)",
             HOSTS.format(1281.0, 20.0, 60.0, 4): "return int(shared_bytes // (8 * (budget_bytes - own_bytes)))",
             "fewest_hosts(640.0, 60.0, 60.0) raised": "return math.ceil(shared_bytes / 8 / (budget_bytes - own_bytes))",
-        },
-    ),
-    Exercise(
-        "6.2",
-        "first_that_fits",
-        checks.first_that_fits,
-        {
-            "first_that_fits from hosts=1 with 5.79 GiB gave MemoryFit(": changed(
-                "06", "first_that_fits", ("return result", "return memory_fit(result)")
-            ),
-            "first_that_fits from hosts=1 with 5.79 GiB raised RuntimeError: it simulates 1 ranks": changed(
-                "06", "first_that_fits", ("8 * hosts", "hosts")
-            ),
-            "first_that_fits from hosts=1 with 5.79 GiB raised RuntimeError: it simulated 4 times": changed(
-                "06", "first_that_fits", ("hosts += 1", "pass")
-            ),
-            "first_that_fits from hosts=1 with 5.79 GiB gave the simulation of 8 ranks": changed(
-                "06",
-                "first_that_fits",
-                ("memory_fit(result, budget_gib)", "result.value('peak_total_bytes') <= budget_gib * GIB"),
-            ),
-            "first_that_fits from hosts=2 with 6.96 GiB gave the simulation of 8 ranks": changed(
-                "06", "first_that_fits", ("while True", "hosts = 1\nwhile True")
-            ),
         },
     ),
     Exercise(

@@ -305,7 +305,7 @@ def test_a_gather_ahead_is_added_where_most_is_held_in_the_forward_pass(simulate
 
 def test_figures_of_memory_name_the_peak(simulated):
     ax = simulate_plots.memory_curve(simulated("fsdp"))
-    assert any(text.get_text().startswith("peak 1.81 GB, backward root") for text in ax.texts)
+    assert any(text.get_text().startswith("peak 1.68 GiB, backward root") for text in ax.texts)
     ax = simulate_plots.memory_by_block(simulated("fsdp"))
     assert "layers.1" in [label.get_text() for label in ax.get_yticklabels()]
     assert "simulated" in ax.figure.get_supxlabel()
