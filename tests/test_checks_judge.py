@@ -67,6 +67,7 @@ IN_THE_NOTEBOOK = [
     (two_dim_at_work.collectives, "counted"),
     (failures.culprit, ()),
     (failures.where_they_part, ()),
+    (failures.gradient_gaps, ()),
     (failures.diagnoses, ()),
     (hosts.launch_line, ()),
     (hosts.mend_script, ()),

@@ -15,7 +15,7 @@ from fixture_long import long_but
 
 from labkit_course.checks import mystery
 from labkit_course.checks.mystery import CAUSES, MOST_TOOLS, TOOLS, Findings, KnownFault, Mystery, judge_diagnosis
-from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, Fault, draw_fault
+from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, Fault, Trainer, draw_fault
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "mystery.py"
 SEEDS = {cause: [seed for seed in range(400) if draw_fault(seed).cause == cause] for cause in CAUSES}
@@ -115,6 +115,10 @@ def test_every_fault_has_a_line_of_evidence_that_a_tool_prints():
 def test_a_known_fault_may_be_asked_every_tool_and_names_itself(capsys):
     case = KnownFault("nan", rank=2)
     assert repr(case).startswith("'nan' on rank 2. The run ended.")
+    labelled, bare = case.calls(labels=True), case.calls(labels=False)
+    assert labelled[0][:2] == [("0.2", "all_reduce", "(12, 12) float32"), ("0.1", "all_reduce", "(12, 12) float32")]
+    assert bare == [[call[1:] for call in calls] for calls in labelled] and set(map(len, bare)) == {8 * 3}
+    assert set(case.table("samples")["shared with"]) == {"–"}
     for tool in TOOLS:
         case.ask(tool)
     printed = capsys.readouterr().out
@@ -125,6 +129,33 @@ def test_a_known_fault_may_be_asked_every_tool_and_names_itself(capsys):
 
 
 @pytest.mark.parametrize("cause", ["wrong scale", "hunger"])
-def test_a_known_fault_is_one_of_a_single_rank(cause):
+def test_a_known_fault_of_a_rank_is_one_of_a_single_rank(cause):
     with pytest.raises(ValueError, match="is no fault of one rank; choose one of left out, "):
         KnownFault(cause, rank=0)
+
+
+@pytest.mark.parametrize("cause", ["left out", "hunger"])
+def test_a_known_fault_without_a_rank_is_one_of_all(cause):
+    with pytest.raises(ValueError, match="is no fault of all ranks; choose one of same samples, wrong scale"):
+        KnownFault(cause)
+
+
+def test_a_known_fault_may_be_of_all_ranks():
+    case = KnownFault("wrong scale")
+    assert repr(case).startswith("'wrong scale' on all ranks. The run ended.")
+    assert set(case.table("gradients")["factor"]) == {"4.000"}
+
+
+def test_each_mystery_has_data_of_its_own():
+    first, second = (Trainer(0, Fault("killed", 0, 3, 0), None, seed) for seed in (1, 2))
+    assert not first.inputs.equal(second.inputs) and not first.order.equal(second.order)
+    assert first.inputs.equal(Trainer(1, Fault("killed", 0, 3, 0), None, 1).inputs)
+
+
+def test_the_table_of_a_mystery_holds_only_what_was_asked():
+    case = Mystery.__new__(Mystery)
+    case.seed, case.asked, case._seen = 3, [], Findings(Path("nowhere"), [])
+    with pytest.raises(ValueError, match=r"ask\('logs'\) first"):
+        case.table("logs")
+    case.ask("logs")
+    assert case.table("logs").empty

@@ -18,6 +18,7 @@ from labkit.launcher.magic import CELL_NAME, PROGRAM
 from labkit.launcher.run import run_with_payload
 from labkit.theory import failures as theory
 from labkit_course.checks import symptoms
+from labkit_course.checks.failures import first_parting
 from labkit_course.checks.mystery import Mystery, ends_table, rank_ends
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
@@ -46,7 +47,14 @@ except RuntimeError as error:
     said = str(error)
 report(said=said)
 """
-MORE = {"crashed": (2, 30.0, CRASH), "shapes": (2, 30.0, SHAPES)}
+HUNG = """
+dist.init_process_group("gloo")
+batches = 2 if dist.get_rank() == 3 else 3
+for _ in range(batches):
+    dist.all_reduce(torch.ones(1))
+time.sleep(60)
+"""
+MORE = {"hung": (4, 3.0, HUNG), "crashed": (2, 30.0, CRASH), "shapes": (2, 30.0, SHAPES)}
 """What is not in the lab: ranks, limit in seconds, and text."""
 WRONG_SCALE = 47
 """The seed of a run in which gradients are not divided."""
@@ -117,7 +125,8 @@ def stacks_of_a_pair():
 def calls_compared():
     assert all(name in ran("detail").message for name in ("ALLREDUCE", "BROADCAST"))
     if any(flown := [rank.reported["calls"] for rank in ran("flight").ranks]):  # an older torch keeps no such record
-        assert theory.first_diverging_call([[(name, *shape) for name, shape in calls] for calls in flown]) == (2, [2])
+        assert theory.first_diverging_call([[tuple(call) for call in calls] for calls in flown]) == (1, [2])
+        assert first_parting([[tuple(call[:2]) for call in calls] for calls in flown]) == (0, 2, [2])
 
 
 def shapes_compared():
@@ -157,6 +166,7 @@ def gradient_against_one_device():
 
 def samples():
     assert len(set(seen(23, "samples")["step 0"])) == 1
+    assert list(seen(23, "samples")["shared with"])[:2] == ["rank 1, rank 2, rank 3", "rank 0, rank 2, rank 3"]
     assert set(seen(23, "weights")["end"]) == {"0"} and "4.000" not in set(seen(23, "gradients")["factor"])
 
 
@@ -204,12 +214,25 @@ def test_the_card_is_a_page_to_print(tmp_path):
 @pytest.mark.parametrize("case", [[], [[], []], [[("a",)], [("a",)]]])
 def test_equal_logs_part_nowhere(case):
     assert theory.first_diverging_call(case) is None
+    assert first_parting(case) is None
 
 
 def test_a_run_in_which_no_rank_failed_by_itself_has_no_culprit():
-    ends = [{"rank": 0, "status": 1, "time": 1.0, "error": "Connection closed by peer"}]
-    with pytest.raises(ValueError, match="no rank failed by itself"):
-        theory.first_failed_rank([*ends, {"rank": 1, "status": -15, "time": 2.0, "error": ""}])
+    ends = [
+        {"rank": 0, "status": 1, "time": 1.0, "error": "Connection closed by peer"},
+        {"rank": 1, "status": -15, "time": 2.0, "error": ""},
+        {"rank": 2, "status": 1, "time": 1.5, "error": "RuntimeError: Read error"},
+        {"rank": 3, "status": -6, "time": 0.5, "error": ""},
+    ]
+    assert theory.first_failed_rank(ends) is None
+    assert theory.first_failed_rank([*ends, {"rank": 4, "status": -9, "time": 2.5, "error": ""}]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "parting"), [("aab aab ab", (0, 1, [2])), ("abb abb ab", (1, 2, [2])), ("ab ab abb", (2, 2, [2]))]
+)
+def test_a_call_left_out_may_be_any_of_the_equal_ones_before_the_parting(words, parting):
+    assert first_parting([[(letter,) for letter in word] for word in words.split()]) == parting
 
 
 def test_the_time_line_says_of_each_rank_what_part_it_waited():

@@ -6,17 +6,19 @@ from itertools import zip_longest
 from typing import Any
 
 SIGTERM_STATUS = -15
-CONNECTION_LOST_TEXT = "Connection closed by peer"
+ABORT_STATUS = -6
+ECHOES = ("Connection closed by peer", "Read error")
 
 
-def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rank that failed first by itself; an end has ``rank status time error``."""
+def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the rank that failed first by itself; an end has ``rank status time error``.
+
+    None means that the ends do not tell: an abort may be the effect of another rank's call.
+    """
     # The launcher stops the other ranks with SIGTERM, or they lose their connection.
-    failed = [end for end in ends if end["status"] not in (0, SIGTERM_STATUS)]
-    own = [end for end in failed if CONNECTION_LOST_TEXT not in str(end.get("error", ""))]
-    if not own:
-        raise ValueError("no rank failed by itself: each ended well, was ended, or lost its peer")
-    return int(min(own, key=lambda end: end["time"])["rank"])
+    failed = [end for end in ends if end["status"] not in (0, SIGTERM_STATUS, ABORT_STATUS)]
+    own = [end for end in failed if not any(echo in end["error"] for echo in ECHOES)]
+    return min(own, key=lambda end: end["time"])["rank"] if own else None
 
 
 def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:

@@ -4,7 +4,8 @@ case = Mystery(5)
 case.ask("stacks")
 case.name(rank=2, cause="fewer batches", because="stacks: rank 2")
 
-KnownFault("slow link", rank=3) runs with a fault that is told, and shows what any tool shows of it.
+KnownFault("slow link", rank=3) runs with a fault that is told, and shows what any tool shows of it;
+KnownFault("wrong scale") has one that no single rank is to blame for.
 """
 
 import json
@@ -26,6 +27,7 @@ from labkit_course.checks.ranks import mystery as program
 from labkit_course.checks.ranks.mystery import (
     ALL_RANKS,
     CAUSES,
+    LAYERS,
     PAIRS,
     QUIET_S,
     RANKS,
@@ -40,7 +42,7 @@ TOOLS = {
     "ends": "how each rank ended: its exit status, and its error",
     "logs": "the last lines of each rank's log",
     "stacks": "the calls in which each rank stood when the run was stopped",
-    "record": "the all-reduces where ranks part, as step.layer (shape) dtype; … is not done",
+    "record": "all-reduces where ranks part, as the script's own label step.layer; … is not done",
     "times": "where the time of the fastest step went, in ms",
     "links": "ms for a question and its answer, by the way that the answer takes",
     "losses": "each rank's own loss, before anything is reduced",
@@ -76,6 +78,12 @@ class Mystery:
         print(f"{tool}: {TOOLS[tool]}")
         print("nothing: the run left no such trace" if table.empty else table.to_string())
 
+    def table(self, tool: str) -> pandas.DataFrame:
+        """Return what a tool has shown, which costs nothing."""
+        if tool not in self.asked:
+            raise ValueError(f"ask({tool!r}) first: only what was shown is here")
+        return self._seen.table(tool)
+
     def name(self, rank: int | None, cause: str, because: str) -> Verdict:
         """Judge a rank (None: all of them), one of CAUSES, and a line of evidence, "tool: row"."""
         return judge_diagnosis(self.seed, (rank, cause, because))
@@ -86,34 +94,63 @@ class KnownFault(Mystery):
 
     most_tools = len(TOOLS)
 
-    def __init__(self, cause: str, rank: int) -> None:
-        """Run it on real ranks, which takes a few seconds."""
-        require_cause(cause)
+    def __init__(self, cause: str, rank: int | None = None, layer: int = LAYERS - 1) -> None:
+        """Run it on real ranks, which takes a few seconds.
+
+        Args:
+            cause: one of CAUSES.
+            rank: the rank at fault; None for a fault of all ranks.
+            layer: whose gradient is left out, or has another shape (of layer 1, float64).
+        """
+        require_cause(cause, rank)
         self.cause, self.rank, self.asked = cause, rank, list[str]()
-        self._seen = run_with_fault(cause=cause, rank=rank)
+        self._seen = run_with_fault(cause=cause, rank=rank or 0, layer=layer)
 
     def __repr__(self) -> str:
-        return f"{self.cause!r} on rank {self.rank}. {self._seen.symptom}"
+        return f"{self._told}. {self._seen.symptom}"
+
+    @property
+    def _told(self) -> str:
+        where = "all ranks" if self.rank is None else f"rank {self.rank}"
+        return f"{self.cause!r} on {where}"
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """How each rank ended: its ``rank status time error``."""
+        return self._seen.ends
+
+    def calls(self, *, labels: bool) -> list[list[tuple[str, ...]]]:
+        """Return each rank's all-reduces as (name, shape and dtype), or with the label in front."""
+        return [
+            [call if labels else call[1:] for call in map(_split_call, lines)]
+            for lines in map(_read_calls, self._seen.lines["record"])
+        ]
 
     def ask(self, tool: str = "") -> None:
-        """Print what a tool shows, under the fault that is known."""
-        print(f"Known fault: {self.cause!r} on rank {self.rank}")
+        """Print what a tool shows, under the fault that is known and, at first, its symptom."""
+        print(f"Known fault: {self._told if self.asked else repr(self)}")
         super().ask(tool)
 
     def table(self, tool: str) -> pandas.DataFrame:
-        """Return what a tool shows."""
+        """Return what a tool shows, asked or not."""
         return self._seen.table(tool)
 
     def name(self, rank: int | None, cause: str, because: str) -> Verdict:
         """Refuse, since nothing is left to find."""
-        raise ValueError(f"the fault is known: {self.cause!r} on rank {self.rank}")
+        raise ValueError(f"the fault is known: {self._told}")
 
 
-def require_cause(cause: str) -> None:
-    """Raise ValueError for a cause that is not one of a single rank."""
-    choices = [each for each in CAUSES if each not in ALL_RANKS]
+def show_causes() -> None:
+    """Print the causes, each with what it means."""
+    print("\n".join(f"{cause:14} {meaning}" for cause, meaning in CAUSES.items()))
+
+
+def require_cause(cause: str, rank: int | None) -> None:
+    """Raise ValueError for a cause that is none of one rank, or, without a rank, none of all."""
+    choices = [each for each in CAUSES if (each in ALL_RANKS) == (rank is None)]
     if cause not in choices:
-        raise ValueError(f"{cause!r} is no fault of one rank; choose one of {', '.join(choices)}")
+        of = "all ranks" if rank is None else "one rank"
+        raise ValueError(f"{cause!r} is no fault of {of}; choose one of {', '.join(choices)}")
 
 
 def run_with_fault(**fault: Any) -> "Findings":
@@ -301,8 +338,20 @@ class Findings:
         return _by_rank({"factor": factors, "what the factor leaves": rests})
 
     def _samples(self) -> pandas.DataFrame:
-        texts = [", ".join(map(str, found.get("samples", []))) for found in self.found]
-        return _by_rank({"step 0": texts}) if all(texts) else pandas.DataFrame()
+        samples = [found.get("samples", []) for found in self.found]
+        if not all(samples):
+            return pandas.DataFrame()
+        sharing = [
+            [
+                rank
+                for rank in range(RANKS)
+                if rank != own and set(samples[rank]) & set(samples[own])
+            ]
+            for own in range(RANKS)
+        ]
+        shared = [", ".join(f"rank {rank}" for rank in ranks) or NOTHING for ranks in sharing]
+        texts = [", ".join(map(str, each)) for each in samples]
+        return _by_rank({"step 0": texts, "shared with": shared})
 
 
 def _by_rank(columns: dict[str, list[str]]) -> pandas.DataFrame:
@@ -326,6 +375,12 @@ def _read_calls(lines: Sequence[str]) -> list[str]:
         elif calls:
             calls[-1] = calls[-1].removesuffix(" …")
     return calls
+
+
+def _split_call(call: str) -> tuple[str, ...]:
+    """Return a call's label, name, and shape with dtype."""
+    label, _, what = call.removesuffix(" …").partition(" ")
+    return label, "all_reduce", what
 
 
 def _distances(found: Sequence[dict[str, Any]], name: str) -> list[str]:

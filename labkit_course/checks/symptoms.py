@@ -12,7 +12,7 @@ HEAD = ("symptom", "look first at", "likely cause", "or the hardware", "with NCC
 ROWS = (
     (
         "ranks show errors, most of a closed connection",
-        "the earliest error that is no echo",
+        "the earliest error that is no echo, and no abort (-6)",
         "that rank's data or code",
         "an Xid in the system's log: its GPU failed",
         "echoes speak of a remote process that exited, or there are none, and the others wait",
@@ -47,15 +47,15 @@ ROWS = (
     ),
     (
         "a timeout, and all ranks are in collectives",
-        "DETAIL or a record of calls",
+        "DETAIL, or a record of calls with labels of your own",
         "ranks took different branches, or one left out a call",
         "a cable or a switch",
         "the flight recorder's files, one a rank",
     ),
     (
         "some ranks time out, others go on, or one aborts with status -6",
-        "shapes and dtypes in the record",
-        "another shape, such as a shorter last batch",
+        "shapes and dtypes in the record: the aborted rank may be innocent",
+        "another shape on one rank, such as a shorter last batch",
         "–",
         "no check of sizes: a hang, or wrong numbers",
     ),
@@ -89,7 +89,7 @@ ROWS = (
     ),
     (
         "the loss falls, and the weights differ between ranks",
-        "weights at the start, then the record of calls",
+        "weights at the start, then a record with labels of your own",
         "another seed, a missed reduction, tensors in another order",
         "a GPU that computes wrongly",
         "the same",

@@ -1,28 +1,53 @@
 """Lab 7."""
 
-from answers import Exercise
+from answers import Exercise, changed
 from labkit_course.checks import failures as checks
 
+ENDS = """
+failed = [end for end in ends if end["status"] not in {statuses}]
+own = [end for end in failed if not any(echo in end["error"] for echo in {echoes})]
+return {answer}
+"""
 CALLS = """
 for place in range({places}(map(len, logs))):
     calls = [log[place] if place < len(log) else None for log in logs]
     others = [rank for rank, call in enumerate(calls) if {differs}]
     if others:
-        return place, others
+        usual = next(log for rank, log in enumerate(logs) if rank not in others)
+        earliest = place
+        while earliest and {before} == usual[place]:
+            earliest -= 1
+        return earliest, place, others
 return None
+"""
+USUAL = "calls.count(call) < len(calls) / 2"
+BEFORE = "usual[earliest - 1]"
+GAPS = """
+alone = {copied}
+alone.zero_grad()
+loss_of(alone, samples).backward()
+gaps = dict()
+for (name, mine), one in zip(model.named_parameters(), alone.parameters(), strict=True):
+    gaps[name] = float({gap})
+return gaps
 """
 DIAGNOSES = """
 return {{
     17: (3, "deadlock", "stacks: rank {row}"),
     1: {second},
-    23: (None, "same samples", "samples: rank 0"),
+    23: (None, "same samples", "{samples}"),
 }}
 """
 
 
-def diagnoses(second, row=3):
-    """Right answers of mysteries 17 and 23, but for the row, and this one of mystery 1."""
-    return DIAGNOSES.format(second=second, row=row)
+def ends(statuses, echoes, answer='min(own, key=lambda end: end["time"])["rank"] if own else None'):
+    """The culprit among those that have another status, and none of these in the error."""
+    return ENDS.format(statuses=statuses, echoes=echoes, answer=answer)
+
+
+def diagnoses(second, row=3, samples="samples: rank 1"):
+    """Right answers of mysteries 17 and 23, but for the rows, and this one of mystery 1."""
+    return DIAGNOSES.format(second=second, row=row, samples=samples)
 
 
 EXERCISES = [
@@ -31,9 +56,14 @@ EXERCISES = [
         "culprit",
         checks.culprit,
         {
-            "in a run with one that was killed it blames rank 0, which only lost": (
-                'own = [end for end in ends if end["status"] not in (0, -15)]\n'
-                'return min(own, key=lambda end: end["time"])["rank"]'
+            "in a run with one that was killed it blames rank 0, which only lost": ends(
+                statuses=(0, -15, -6), echoes=("Connection closed by peer",)
+            ),
+            "in a run with one that was aborted it blames rank 2, which was aborted": ends(
+                statuses=(0, -15), echoes=("Connection closed by peer", "Read error")
+            ),
+            "in a run with one that was killed it blames no rank": ends(
+                statuses=(0, -15, -6, -9), echoes=("Connection closed by peer", "Read error")
             ),
             "in a run with one that raised it blames rank 0, which only lost": (
                 'return next(end["rank"] for end in ends if end["error"])'
@@ -41,10 +71,11 @@ EXERCISES = [
             "in a run with one that raised it blames rank 1, which torchrun ended": (
                 'return min(ends, key=lambda end: end["status"])["rank"]'
             ),
-            "in a run with two that raised it blames rank 0, which failed later": """
-own = [end for end in ends if end["status"] not in (0, -15) and "closed by peer" not in end["error"]]
-return own[0]["rank"]
-""",
+            "in a run with two that raised it blames rank 0, which failed later": ends(
+                statuses=(0, -15, -6),
+                echoes=("closed by peer", "Read error"),
+                answer='own[0]["rank"] if own else None',
+            ),
         },
     ),
     Exercise(
@@ -52,14 +83,21 @@ return own[0]["rank"]
         "where_they_part",
         checks.where_they_part,
         {
-            "of rank 0 with another shape it gave (1, [1, 2, 3])": CALLS.format(
-                places="max", differs="call != calls[0]"
+            "of rank 0 with another shape it gave (1, 1, [1, 2, 3])": CALLS.format(
+                places="max", differs="call != calls[0]", before=BEFORE
             ),
-            "of rank 3 one call short it gave None": CALLS.format(
-                places="min", differs="calls.count(call) < len(calls) / 2"
-            ),
+            "of rank 3 one call short it gave None": CALLS.format(places="min", differs=USUAL, before=BEFORE),
             "of rank 0 with another shape it gave None": CALLS.format(
-                places="min", differs="[c[0] for c in calls].count(call[0]) < len(calls) / 2"
+                places="min", differs="[c[0] for c in calls].count(call[0]) < len(calls) / 2", before=BEFORE
+            ),
+            "of one call of three left out it gave (3, 3, [3])": CALLS.format(
+                places="max", differs=USUAL, before="None"
+            ),
+            "of one call of three left out it gave (2, 3, [3])": CALLS.format(
+                places="max", differs=USUAL, before="earliest == place and usual[earliest - 1]"
+            ),
+            "of a call that was made before, with another between it gave (1,": changed(
+                "07", "where_they_part", ("earliest = place\n", "earliest = usual.index(usual[place])\n")
             ),
             "of rank 2 in another call it gave tensor([1, 2])": """
 for place, calls in enumerate(zip(*logs)):
@@ -72,13 +110,36 @@ found = None
 for place in range(max(map(len, logs))):
     calls = [log[place] if place < len(log) else None for log in logs]
     odd = [rank for rank, call in enumerate(calls) if calls.count(call) < len(calls) / 2]
-    found = (place, odd) if odd else found
+    found = (place, place, odd) if odd else found
 return found
 """,
         },
     ),
     Exercise(
         "7.3",
+        "gradient_gaps",
+        checks.gradient_gaps,
+        {
+            "of a sum of two it gave": GAPS.format(copied="copy.deepcopy(model)", gap="(mine.grad - one.grad).norm()"),
+            "of a gradient of the wrong sign it gave 0.0 for 0.bias": GAPS.format(
+                copied="copy.deepcopy(model)", gap="abs(mine.grad.norm() / one.grad.norm() - 1)"
+            ),
+            "gradient_gaps of equal gradients changed the model's own gradients": GAPS.format(
+                copied="model", gap="(mine.grad - one.grad).norm() / one.grad.norm()"
+            ).replace("alone.zero_grad()\n", ""),
+            "gradient_gaps of equal gradients gave 0.0": """
+alone = copy.deepcopy(model)
+alone.zero_grad()
+loss_of(alone, samples).backward()
+return max(float((a.grad - b.grad).norm()) for a, b in zip(model.parameters(), alone.parameters()))
+""",
+            "of equal gradients it gave": GAPS.format(
+                copied="copy.deepcopy(model)", gap="(mine.grad - one.grad).norm() / one.grad.norm()"
+            ).replace("samples)", "samples[::2])"),
+        },
+    ),
+    Exercise(
+        "7.4",
         "diagnoses",
         checks.diagnoses,
         {
@@ -97,6 +158,9 @@ return found
             ),
             "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": diagnoses(
                 '(2, "other shape", "record: call 4")', row=0
+            ),
+            "mystery 23: no single rank, 'same samples' is right, 'gradients: rank 0' does not prove it": diagnoses(
+                '(2, "other shape", "record: call 4")', samples="gradients: rank 0"
             ),
             "mystery 23 is missing": """
 return {17: (3, "deadlock", "stacks: rank 3"), 1: (2, "other shape", "record: call 4")}

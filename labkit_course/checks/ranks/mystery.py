@@ -63,8 +63,8 @@ class Fault:
         """Return the lines of evidence, each a tool and a row, that no other cause would leave."""
         place = self.step * LAYERS + LAYERS - 1 - self.layer
         own = f"rank {self.rank}"
-        # Where the ranks part, a call that is left out looks like one that is swapped; the next one
-        # tells. There is none if the rank waits in a swap that the others have not reached.
+        # Where the labels part, a call that is left out looks like one that is swapped; the next
+        # one tells. There is none if the rank waits in a swap that the others have not reached.
         record = {
             "left out": (f"record: call {place + (self.layer > 0)}",),
             "other shape": (f"record: call {place}",),
@@ -79,12 +79,16 @@ class Fault:
             "straggler": (f"times: {own}",),
             "nan": (f"losses: step {self.step}",),
             "other weights": (f"weights: {own}",),
-            "same samples": tuple(f"samples: rank {each}" for each in everyone),
+            "same samples": (
+                *(f"samples: rank {each}" for each in everyone),
+                *(f"losses: step {each}" for each in range(STEPS)),
+            ),
             "wrong scale": tuple(f"gradients: rank {each}" for each in everyone),
         }
         if self.rank is not None:
             other = self.rank ^ 1
-            lines["deadlock"] = (f"stacks: {own}", f"stacks: rank {other}")
+            # Its partner stands where it also waits in a healthy run.
+            lines["deadlock"] = (f"stacks: {own}",)
             lines["slow link"] = (f"links: rank {self.rank} → {other}",)
         return lines[self.cause]
 
@@ -111,7 +115,8 @@ class Config:
     def fault(self) -> Fault:
         """Return the fault of this run."""
         if self.cause:
-            return Fault(self.cause, self.rank, self.step, self.layer)
+            index = None if self.cause in ALL_RANKS else self.rank
+            return Fault(self.cause, index, self.step, self.layer)
         return draw_fault(self.seed)
 
 
@@ -168,7 +173,7 @@ def main(config: Config) -> None:
     seen = Evidence(Path(config.folder), index)
     dist.barrier()
     threading.Thread(target=seen.end_when_quiet, daemon=True).start()
-    Trainer(index, fault, seen).train()
+    Trainer(index, fault, seen, config.seed).train()
     # The watch would otherwise outlive the process group.
     sys.stdout.flush()
     os._exit(0)
@@ -177,12 +182,13 @@ def main(config: Config) -> None:
 class Trainer:
     """One rank of data-parallel training, whose pairs of ranks swap a boundary in each step."""
 
-    def __init__(self, index: int, fault: Fault, seen: Evidence) -> None:
+    def __init__(self, index: int, fault: Fault, seen: Evidence, seed: int) -> None:
         self.index, self.fault, self.seen = index, fault, seen
         torch.manual_seed(int(self.has("other weights")))
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         self.model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-        draw = torch.Generator().manual_seed(7)
+        # Each mystery has data of its own, or its loss, beside another's, would tell a fault.
+        draw = torch.Generator().manual_seed(7 + seed)
         self.inputs = torch.randn(RANKS * STEPS * BATCH, WIDTH, generator=draw)
         self.order = torch.randperm(len(self.inputs), generator=draw)
 
