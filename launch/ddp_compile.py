@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD
+from torch.profiler import record_function
 
 from labkit import rank, requirements
 from labkit.config import PositiveFloat, PositiveInt
@@ -26,6 +27,7 @@ from labkit.parallel.buckets import GradientBuckets, assign_buckets
 from labkit.parity import draw_samples
 from labkit.parity.ddp import build_chain, compare_buckets, compare_techniques
 from labkit.session.meter import Step
+from labkit.session.timeline import BACKWARD_MARK, FORWARD_MARK
 from labkit.session.traffic import BucketRecorder
 
 CaseName = Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"]
@@ -208,11 +210,30 @@ def forward_backward(
         with step.untimed():
             inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))
         with ddp.gradient_sync(model, synced):
-            with step.span("forward"):
+            with step.span("forward"), mark_forward(config):
                 loss = lab.get_loss(inputs, model(*inputs))
+            if config.timeline and config.graph != "none":
+                mark_programs(loss)
             with step.span("backward"):
                 loss.backward()
     return loss
+
+
+def mark_forward(config: Config) -> contextlib.AbstractContextManager[Any]:
+    """Name the forward pass in a profile, if the module inside DDP is compiled."""
+    named = config.timeline and config.graph != "none"
+    return record_function(f"{FORWARD_MARK} (forward)") if named else contextlib.nullcontext()
+
+
+def mark_programs(loss: Tensor) -> None:
+    """Mark in a profile where each compiled backward program begins, as program.1 and so on."""
+
+    def mark(number: int) -> None:
+        with record_function(f"{BACKWARD_MARK} (program.{number})"):
+            pass
+
+    for number, program in enumerate(ddp.backward_programs(loss), 1):
+        program.register_prehook(lambda _, number=number: mark(number))
 
 
 if __name__ == "__main__":

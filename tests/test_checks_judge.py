@@ -59,7 +59,6 @@ IN_THE_NOTEBOOK = [
     (extensions.pays_below, ()),
     (ddp.bucket_plan, ()),
     (ddp.arrivals, ()),
-    (ddp.bucket_times, ()),
     (ddp_at_work.early_uses, ()),
     (ddp_at_work.smallest_bucket, ()),
     (two_dim.parts, ()),

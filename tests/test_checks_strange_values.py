@@ -12,7 +12,7 @@ from labkit_course.checks import ddp, ddp_at_work, extensions, extensions_at_wor
 CHECKS = {
     extensions: ["held_bytes", "pays_below"],
     extensions_at_work: ["new_two", "dispatch", "pre_all_gather", "halves"],
-    ddp: ["bucket_plan", "arrivals", "bucket_times"],
+    ddp: ["bucket_plan", "arrivals"],
     ddp_at_work: ["early_uses", "smallest_bucket"],
     two_dim: ["parts", "message_share"],
     two_dim_at_work: ["collectives"],

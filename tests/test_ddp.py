@@ -331,3 +331,14 @@ def test_gradients_and_buckets_are_noted_in_their_order_and_averaged_as_without(
     assert [event for event in seen if "leaves" not in event] == gradients
     assert seen[1] == "[bucket 0 leaves]" and seen.count("[bucket 7 leaves]") == 1 and seen == others
     assert torch.equal(gradient, same)
+
+
+def test_the_backward_programs_of_a_loss_are_those_of_its_compiled_pieces_in_the_order_of_running():
+    first, second = (torch.compile(torch.nn.Linear(4, 4), backend="aot_eager") for _ in range(2))
+    loss = second(torch.relu(first(torch.ones(2, 4)))).sum()
+    programs, ran = ddp.backward_programs(loss), []
+    for name, program in zip(("second", "first"), programs, strict=True):
+        program.register_prehook(lambda _, name=name: ran.append(name))
+    loss.backward()
+    assert ran == ["second", "first"]
+    assert ddp.backward_programs(torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum()) == []

@@ -173,6 +173,21 @@ def note_order(model: DistributedDataParallel) -> list[str]:
     return seen
 
 
+def backward_programs(loss: torch.Tensor) -> list[Any]:
+    """Return the nodes of autograd that run compiled backward programs, in the order of running.
+
+    In a model that is a chain; where a node has several inputs, the first one is followed.
+    """
+    programs, node = [], loss.grad_fn
+    while node:
+        programs += [node] * ("Compiled" in node.name())
+        before = [
+            each for each, _ in node.next_functions if each and "Accumulate" not in each.name()
+        ]
+        node = before[0] if before else None
+    return programs
+
+
 @contextlib.contextmanager
 def compile_inside_ddp(model: nn.Module, *, split: bool) -> Iterator[list[Any]]:
     """Compile the module inside a DDP model, which stays DDP's to average, and run it inside.

@@ -228,60 +228,72 @@ def device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
 
 
 @exercise
-def arrivals(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 4: when each bucket has arrived, one at a time and in order, from (ready, takes)."""
-    idle = "A bucket starts when it is ready, if nothing else is on its way."
-    busy = "A bucket starts when the one before has arrived, if that is later than it is ready."
-    order = "Buckets leave in order: one that is ready early waits for a late one before it."
-    cases = [
-        ([2.0], [3.0], idle),
-        ([1.0, 8.0], [2.0, 2.0], idle),
-        ([1.0, 2.0, 3.0], [4.0, 4.0, 4.0], busy),
-        ([9.0, 2.0, 4.0], [1.0, 1.0, 1.0], order),
-        ([1.0, 2.0, 20.0, 4.0], [3.0, 3.0, 1.0, 2.0], order),
-    ]
-    for ready, takes, hint in cases:
-        asked = f"{judge.answer_name(answer)}({ready}, {takes})"
-        found = judge.call_answer(answer, [*ready], [*takes], in_words=asked)
-        given = _as_floats(found, len(ready), asked, "One number a bucket.")
-        right = theory.arrivals(ready, takes)
-        judge.expect(given == right, f"{asked} gave {judge.value_text(found)}", right, hint)
-    return judge.passing_verdict(f"{len(cases)} backward passes agree")
+def put_into_row(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 4: gradients in their bucket's row before it is sent, on real ranks."""
+    into = "The row is what is sent: it has to hold this step's gradients."
+    home = "Afterwards the means are in the row, so `grad` has to be its piece of the row."
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        first = torch.stack([device_gradients([(rank, 0)]) for rank in range(ranks)]).mean(0)
+        for step, passage in enumerate(sent["passes"]):
+            where = f"in the {('first', 'second', 'third')[step]} step, "
+            own = [device_gradients([(rank, step)]) for rank in range(ranks)]
+            right = torch.stack(own).mean(0)
+            likely = {
+                "that of the first step": (first, into),
+                "0 everywhere": (torch.zeros_like(first), into),
+                "twice the mean": (
+                    2 * right,
+                    "Where the gradient is in the row already, add nothing.",
+                ),
+                "the mean, and what the row held before": (right + first, into),
+            }
+            judge_gradients(passage["gradients"], own, index, likely, where, own_hint=home)
+            said = f"{where}the gradients are right, but not pieces of the row"
+            judge.expect(passage["in_row"], said, hint=home)
+            said, hint = f"{where}{SENDS}", "thrifty_ddp sends the row once you return."
+            expect_traffic(passage["sent"], passage["asked"], said, hint)
+
+    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, what="row")
+    return judge.passing_verdict(
+        f"three steps are right on {SIZES_TEXT} ranks, with zero_grad() between"
+    )
 
 
 @exercise
-def bucket_times(answer: Callable[..., tuple[list[float], list[float]]]) -> Verdict:
-    """Exercise 5: when each bucket is full and how long it travels, see ``theory.bucket_times``."""
-    cases: list[tuple[list[list[int]], list[float], list[float], float, float]] = [
-        ([[0]], [100], [2], 3, 0.25),
-        ([[0, 1], [2]], [100, 200, 300], [2, 4, 8], 3, 0.25),
-        ([[0], [1, 2, 3]], [40, 10, 20, 30], [1, 2, 3, 4], 5, 0.5),
+def arrivals(answer: Callable[..., list[float]]) -> Verdict:
+    """Exercise 5: when each bucket has arrived, from (buckets, sizes, ready, alpha, beta)."""
+    idle = "A bucket starts when it is full, if nothing else is on its way."
+    busy = "A bucket starts when the one before has arrived, if that is later than it is full."
+    order = "Buckets leave in order: one that is full early waits for a late one before it."
+    last = "A bucket is full when the last of its gradients is ready."
+    cases: list[tuple[list[list[int]], list[float], list[float], float, float, str]] = [
+        ([[0]], [100], [2], 3, 0.25, idle),
+        ([[0], [1]], [4, 4], [1, 8], 1, 0.25, idle),
+        ([[0], [1], [2]], [4, 8, 4], [1, 2, 3], 3, 0.25, busy),
+        ([[0, 1], [2]], [100, 200, 300], [2, 4, 8], 3, 0.25, busy),
+        ([[0], [1], [2]], [4, 4, 4], [9, 2, 4], 1, 0.25, order),
+        ([[0, 1], [2, 3]], [4, 4, 4, 4], [6, 2, 40, 3], 1, 0.25, last),
     ]
-    for buckets, sizes, ready, alpha, beta in cases:
+    for buckets, sizes, ready, alpha, beta, hint in cases:
         named = f"{sizes}, {ready}, alpha={alpha}, beta={beta}"
         asked = f"{judge.answer_name(answer)}({buckets}, {named})"
         copies = [[*each] for each in buckets], [*sizes], [*ready]
         found = judge.call_answer(answer, *copies, alpha, beta, in_words=asked)
-        is_pair = isinstance(found, tuple | list) and len(found) == 2
-        hint = "Return both lists: when each bucket is full, and how long it travels."
-        said = f"{asked} gave {judge.value_text(found)}, not two lists"
-        judge.expect(is_pair, said, hint=hint)
-        full, takes = (_as_floats(each, len(buckets), asked, hint) for each in found)
-        right_full, right_takes = theory.bucket_times(buckets, sizes, ready, alpha, beta)
-        said = f"{asked}: the buckets are full at {judge.value_text(full)}"
-        hint = "A bucket is full when its last gradient is there."
-        judge.expect(judge.is_close(full, [*map(float, right_full)]), said, right_full, hint)
-        held = [sum(sizes[place] for place in bucket) for bucket in buckets]
+        given = _as_floats(found, len(buckets), asked, "One number a bucket.")
+        full, takes = theory.bucket_times(buckets, sizes, ready, alpha, beta)
+        each_alpha = [t + alpha * (len(b) - 1) for b, t in zip(buckets, takes, strict=True)]
+        first_full = [min(ready[place] for place in bucket) for bucket in buckets]
+        message = "One message for each bucket: alpha, and beta for each of its bytes."
         likely = {
-            "without their latency": [beta * size for size in held],
-            "with a latency for each gradient": [
-                alpha * len(bucket) + beta * size
-                for bucket, size in zip(buckets, held, strict=True)
-            ],
+            "without their latency": (theory.arrivals(full, [t - alpha for t in takes]), message),
+            "with a latency for each gradient": (theory.arrivals(full, each_alpha), message),
+            "as if full with their first gradient": (theory.arrivals(first_full, takes), last),
+            "as if each travelled alone": ([f + t for f, t in zip(full, takes, strict=True)], busy),
         }
-        said = f"{asked}: the buckets travel {judge.value_text(takes)},"
-        hint = "One message for each bucket: alpha, and beta for each of its bytes."
-        judge.expect_close(takes, right_takes, said, likely, "which is wrong", right_takes, hint)
+        right = theory.arrivals(full, takes)
+        said = f"{asked}: the buckets arrive at {judge.value_text(given)},"
+        judge.expect_close(given, right, said, likely, "which is wrong", right, hint)
     return judge.passing_verdict(f"{len(cases)} backward passes agree")
 
 

@@ -11,7 +11,8 @@ PLAN = "bucket_plan"
 FIRST = "on rank 0, "
 FIRST_PASS = "on rank 0, in the first backward pass, "
 THREE = "right on 2 ranks, but with 3 ranks: on rank 0, "
-TIMES = "bucket_times"
+ARRIVALS = "arrivals"
+ALONE = "([[0], [1], [2]], [4, 8, 4], [1, 2, 3], alpha=3, beta=0.25): the buckets arrive at [5.0, 7.0, 7.0], as if each"
 TWO = "([[0, 1], [2]], [100, 200, 300], [2, 4, 8], alpha=3, beta=0.25)"
 
 
@@ -156,43 +157,52 @@ EXERCISES = [
     ),
     Exercise(
         "4.4",
-        "arrivals",
-        checks.arrivals,
+        "put_into_row",
+        checks.put_into_row,
         {
-            "arrivals([2.0], [3.0]) gave [3.0]": ("return [sum(takes[: place + 1]) for place in range(len(takes))]"),
-            "arrivals([1.0, 8.0], [2.0, 2.0]) gave [3.0, 5.0]": changed(
-                "arrivals", ("max(moment, arrived[-1]) if arrived", "arrived[-1] if arrived")
+            "on rank 0, in the second step, the gradient of parameter 0 is this rank's own": changed(
+                "put_into_row", ("parameter.grad = view", "pass")
             ),
-            "arrivals([1.0, 2.0, 3.0], [4.0, 4.0, 4.0]) gave [5.0, 6.0, 7.0]": changed(
-                "arrivals", ("max(moment, arrived[-1]) if arrived else moment", "moment")
+            "on rank 0, in the second step, the gradient of parameter 0 is that of the first step": changed(
+                "put_into_row", ("view.copy_(parameter.grad)", "pass")
             ),
-            "arrivals([9.0, 2.0, 4.0], [1.0, 1.0, 1.0]) gave [10.0, 3.0, 5.0]": (
-                "arrived, free = [0.0] * len(ready), 0.0\n"
-                "for place in sorted(range(len(ready)), key=ready.__getitem__):\n"
-                "    arrived[place] = free = max(ready[place], free) + takes[place]\n"
-                "return arrived"
+            "on rank 0, in the first step, the gradient of parameter 0 is twice the mean": changed(
+                "put_into_row", ("view.copy_(parameter.grad)", "view += parameter.grad")
+            ),
+            "on rank 0, in the first step, the gradient of parameter 0 is 0 everywhere": changed(
+                "put_into_row", ("view.copy_(parameter.grad)", "view.zero_()")
+            ),
+            f"{THREE}in the first step, the gradient of parameter 0 is the sum, divided by 2": changed(
+                "put_into_row",
+                ("view.copy_(parameter.grad)", "view.copy_(parameter.grad * dist.get_world_size() / 2)"),
+            ),
+            "on rank 0, in the first step, the gradients are right, but the rank sends 6 broadcast calls": changed(
+                "put_into_row", ("parameter.grad = view", "parameter.grad = view\n    dist.broadcast(view.clone(), 0)")
             ),
         },
     ),
     Exercise(
         "4.5",
-        "bucket_times",
-        checks.bucket_times,
+        "arrivals",
+        checks.arrivals,
         {
-            TIMES
-            + "([[0]], [100], [2], alpha=3, beta=0.25): the buckets travel [25.0], without their latency": changed(
-                "bucket_times", ("alpha + beta * sum", "beta * sum")
+            ARRIVALS + "([[0]], [100], [2], alpha=3, beta=0.25): the buckets arrive at [27.0], without": changed(
+                "arrivals", ("alpha + beta", "beta")
             ),
-            TIMES + TWO + ": the buckets are full at [2.0, 8.0]": changed("bucket_times", ("bucket[-1]", "bucket[0]")),
-            TIMES + TWO + ": the buckets travel [81.0, 78.0], with a latency for each gradient": changed(
-                "bucket_times", ("alpha + beta * sum", "alpha * len(bucket) + beta * sum")
+            ARRIVALS + TWO + ": the buckets arrive at [85.0, 163.0], with a latency for each gradient": changed(
+                "arrivals", ("alpha + beta", "len(bucket) * alpha + beta")
             ),
-            TIMES + "([[0]], [100], [2], alpha=3, beta=0.25) gave [2], not two lists": changed(
-                "bucket_times", ("return full, takes", "return full")
+            ARRIVALS + TWO + ": the buckets arrive at [80.0, 158.0], as if full with their first": changed(
+                "arrivals", ("max(ready[place] for place in bucket)", "ready[bucket[0]]")
             ),
-            TIMES + TWO + ": the buckets travel [28.0, 78.0], which is wrong": changed(
-                "bucket_times", ("beta * sum(sizes[place] for place in bucket)", "beta * sizes[bucket[0]]")
+            ARRIVALS
+            + "([[0, 1], [2, 3]], [4, 4, 4, 4], [6, 2, 40, 3], alpha=1, beta=0.25): the buckets arrive at": changed(
+                "arrivals", ("max(ready[place] for place in bucket)", "ready[bucket[-1]]")
             ),
+            ARRIVALS + "([[0], [1]], [4, 4], [1, 8], alpha=1, beta=0.25): the buckets arrive at [3.0, 5.0]": changed(
+                "arrivals", ("start = max(full, end)", "start = end or full")
+            ),
+            ARRIVALS + ALONE: changed("arrivals", ("start = max(full, end)", "start = full")),
         },
     ),
     Exercise(

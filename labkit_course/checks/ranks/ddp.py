@@ -29,7 +29,7 @@ DELAY_S = 0.05
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Return results of ``run_average`` for "average", of ``run_send`` for "send".
+    """Return results of ``run_average``, ``run_send``, ``run_row`` for "average", "send", "row".
 
     For "accumulate" and "half_hook" return ``gradients``; calls and bytes ``sent``, by collective,
     and their ``dtypes``; ``gave``, the dtypes of what a hook's futures hold; and its ``waits``.
@@ -38,6 +38,8 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         return run_average(answer)
     if what == "send":
         return run_send(answer)
+    if what == "row":
+        return run_row(answer)
     model = DistributedDataParallel(make_linear_model())
     gave, waits, problems = set[str](), list[int](), list[str]()
     count = micro_batches(dist.get_world_size())
@@ -167,6 +169,43 @@ def run_send(answer: Callable[..., Any]) -> dict[str, Any]:
             ):
                 loss.backward()
         noted = {"seen": [*events], "sent": traffic.totals()}
+        passes.append({"gradients": clone_gradients(model)} | noted)
+    return {"passes": passes}
+
+
+def run_row(answer: Callable[..., Any]) -> dict[str, Any]:
+    """Let the answer fill rows like those of ``thrifty_ddp`` in lab 4, and run three steps.
+
+    Before the second step the gradients are None, before the third they are 0. ``passes`` have the
+    ``gradients``, whether they are pieces of the rows (``in_row``), what was ``sent``, and what the
+    rows alone would have been (``asked``), by collective.
+    """
+    model, rows, passes = make_linear_model(), [], []
+    parameters = parameters_in_order(model)
+    for places in bucket_places():
+        bucket = [parameters[place] for place in places]
+        row = torch.zeros(sum(each.numel() for each in bucket))
+        pieces = row.split([each.numel() for each in bucket])
+        views = [piece.view_as(each) for each, piece in zip(bucket, pieces, strict=True)]
+        rows.append((bucket, row, views))
+        for parameter, view in zip(bucket, views, strict=True):
+            parameter.grad = view
+    for step in range(3):
+        if step:
+            model.zero_grad(set_to_none=step == 1)
+        mean_squared_error(model, *step_batch(dist.get_rank(), step)).backward()
+        with GroupTraffic() as traffic:
+            for bucket, row, views in rows:
+                answer([*bucket], [*views])
+                dist.all_reduce(row)
+                row /= dist.get_world_size()
+        in_row = all(
+            each.grad is not None and each.grad.data_ptr() == view.data_ptr()
+            for bucket, _, views in rows
+            for each, view in zip(bucket, views, strict=True)
+        )
+        asked = {"all_reduce": [len(rows), sum(row.nbytes for _, row, _ in rows)]}
+        noted = {"in_row": in_row, "sent": traffic.totals(), "asked": asked}
         passes.append({"gradients": clone_gradients(model)} | noted)
     return {"passes": passes}
 
