@@ -26,6 +26,7 @@ from labkit.config import NonNegativeFloat, PositiveInt
 from labkit.models.tile_network import tile_batch, tile_network
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import ExtensionChoice, apply_extension
+from labkit.parallel.fsdp import enable_prefetch
 from labkit.parity import extensions as parity
 from labkit.parity import sample_seed
 from labkit.theory.extensions import FINAL_STEPS, SCALE_GRANULARITY
@@ -68,6 +69,8 @@ class Config:
     """Adam's, at the first step; 0 leaves the weights as they are."""
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass and gather them again; parity does both."""
+    prefetch: bool = False
+    """Gather a unit's parameters while the unit before it computes."""
     compile: bool = False
     """Compile each layer with inductor."""
 
@@ -186,6 +189,9 @@ def build_sharded_network(
     apply_extension(model, mesh, chosen, reshard_after_forward=reshard, mp_policy=policy)
     if with_hooks:
         tensors.hook_shards(model, partial(add_emulated_hooks, here))
+    if config.prefetch:
+        layers = [layer for layer in model if list(layer.parameters())]
+        enable_prefetch(model, {str(index): [layer] for index, layer in enumerate(layers)})
     return model
 
 

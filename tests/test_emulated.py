@@ -78,6 +78,15 @@ def test_a_step_with_an_extension_encodes_and_decodes_in_both_passes():
     assert coded_s == pytest.approx(3 + 0.064 + 2 * sent / 1e3 + 2 * 3 * (64 + sent) / 1e3)
 
 
+def test_a_gather_ahead_hides_its_bytes_but_not_its_coding():
+    hardware, units = Emulated(gb_per_s=1e-6, forward_ms=1000, memory_gb_per_s=1e-6), [[(8, 4)]] * 2
+    # Two units of the test above. Only the first gather of each pass is exposed, and both reduce-scatters.
+    plain_s = emulated_steps.extension_step_s(hardware, 2, units, "fp32", prefetch=True)
+    assert plain_s == pytest.approx(2 * 3 + 2 * 0.064 + 2 * 0.064)
+    coded_s = emulated_steps.extension_step_s(hardware, 2, units, "int8", prefetch=True)
+    assert coded_s == pytest.approx(2 * 3 + 2 * 0.064 + 2 * 0.032 + 4 * 3 * 0.096)
+
+
 @pytest.mark.parametrize(
     ("mesh", "messages"),
     # Two all-reduces of a ring, and halos of each neighbour in two passes; data parallelism has one all-reduce.

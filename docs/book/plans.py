@@ -76,7 +76,7 @@ def read_plans(text: str, sections: dict[tuple[str, str], Section]) -> list[Plan
     for title, length, breaks, body in zip(*(pieces[place::4] for place in range(4)), strict=True):
         steps, table = [], TABLE.search(body)[0]
         for lab, numbers, chosen in table_rows(table)[1:]:
-            left = chosen.split()
+            left = chosen.replace("–", "").split()
             for number in ["", *numbers.split()]:
                 written = [each for each in left if each in sections[lab, number].exercises]
                 left = [each for each in left if each not in written]

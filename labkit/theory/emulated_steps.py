@@ -94,10 +94,16 @@ def ddp_hardware(
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """A unit of FSDP: bytes of a rank's shard, and how many blocks of the model it holds."""
+    """A unit of FSDP: bytes of a rank's shard, and how many blocks of the model it holds.
+
+    A gather may send ``sent_bytes`` instead of the shard, with time to encode and to decode them.
+    """
 
     shard_bytes: float
     blocks: int = 1
+    sent_bytes: float | None = None
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 def fsdp_step_s(
@@ -194,16 +200,21 @@ def _fsdp_moments_s(
         free_s = max(now_s, free_s) + took_s
         return free_s
 
+    def request(unit: FSDPUnit) -> float:
+        nonlocal now_s
+        now_s += unit.encode_s
+        return send("all_gather", unit.shard_bytes if unit.sent_bytes is None else unit.sent_bytes)
+
     if root:
-        now_s = send("all_gather", root.shard_bytes)
+        now_s = request(root) + root.decode_s
     for index, (unit, block_ms, in_backward) in enumerate(passes):
         # The first gather of the backward pass is asked for by none before it.
         if index not in arrived_s:
-            arrived_s[index] = send("all_gather", unit.shard_bytes)
-        now_s = max(now_s, arrived_s[index])
+            arrived_s[index] = request(unit)
+        now_s = max(now_s, arrived_s[index]) + unit.decode_s
         following = index + 1
         if prefetch and following < len(passes) and following != len(units):
-            arrived_s[following] = send("all_gather", passes[following][0].shard_bytes)
+            arrived_s[following] = request(passes[following][0])
         now_s += unit.blocks * block_ms / 1e3
         if in_backward:
             now_s = send("reduce_scatter", ranks * unit.shard_bytes)
@@ -215,34 +226,36 @@ def _fsdp_moments_s(
     return forward_s, now_s
 
 
-def gather_s(
+def extension_unit(
     hardware: Emulated, ranks: int, shapes: Sequence[Sequence[int]], extension: str = "fp32"
-) -> float:
-    """Return the seconds of gathering a unit's parameters: encode, send, decode."""
+) -> FSDPUnit:
+    """Return a unit of parameters of these shapes, and what its gathers send and take to code."""
     own, sent = (
         sum(extensions.gather_bytes(shape, ranks, kind) for shape in shapes)
         for kind in ("fp32", extension)
     )
-    moved_s = 0.0
+    encode_s = 0.0
     if extension != "fp32" and hardware.memory_gb_per_s:
         # Encoding reads the rank's share and writes what is sent, decoding the same of all ranks.
-        moved_s = (1 + ranks) * (own + sent) / (hardware.memory_gb_per_s * GIGA)
-    return hardware.collective_s("all_gather", sent, ranks) + moved_s
+        encode_s = (own + sent) / (hardware.memory_gb_per_s * GIGA)
+    return FSDPUnit(own, sent_bytes=sent, encode_s=encode_s, decode_s=ranks * encode_s)
 
 
 def extension_step_s(
-    hardware: Emulated, ranks: int, units: Sequence[Sequence[Sequence[int]]], extension: str
+    hardware: Emulated,
+    ranks: int,
+    units: Sequence[Sequence[Sequence[int]]],
+    extension: str,
+    *,
+    prefetch: bool = False,
 ) -> float:
     """Return the seconds of FSDP2's step on gloo with an all-gather extension.
 
-    ``units`` are the shapes of each unit's parameters, which are gathered in both passes.
+    ``units`` are the shapes of each unit's parameters, which are gathered in both passes; with
+    ``prefetch`` while the unit before computes.
     """
-    step_s = compute_s(hardware, len(units))
-    for shapes in units:
-        gradients = ranks * sum(extensions.gather_bytes(shape, ranks, "fp32") for shape in shapes)
-        step_s += 2 * gather_s(hardware, ranks, shapes, extension)
-        step_s += hardware.collective_s("reduce_scatter", gradients, ranks)
-    return step_s
+    coded = [extension_unit(hardware, ranks, shapes, extension) for shapes in units]
+    return fsdp_step_s(hardware, ranks, coded, prefetch=prefetch)
 
 
 def mesh_step_s(

@@ -60,34 +60,10 @@ def both_hooks(answer: Callable[..., Any]) -> Verdict:
 
 
 @exercise
-def held_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 3: bytes held of a parameter, from (numbers, sent_bytes, compute_bytes)."""
-    both = "What was gathered stays until the parameter is freed: both are held."
-    cases = [
-        (100, 4, 4, "What was gathered is the parameter if its dtype is right: there is no copy."),
-        (100, 2, 2, "All that was gathered from all ranks is held: numbers * sent_bytes."),
-        (100, 2, 4, both),
-        (100, 1, 4, both),
-        (100, 1, 2, both),
-    ]
-
-    def right_bytes(numbers: int, sent_bytes: int, compute_bytes: int) -> int:
-        return numbers * (sent_bytes if sent_bytes == compute_bytes else sent_bytes + compute_bytes)
-
-    return judge.judge_cases(answer, right_bytes, cases)
-
-
-@exercise
-def pays_below(answer: Callable[..., float]) -> Verdict:
-    """Exercise 4: bandwidth below which coding pays, from (bytes_saved, coding_s, ranks)."""
-    solve = "Set the time that is saved, bytes over bandwidth, equal to coding_s."
-    cases = [
-        (1000, 1.0, 2, "Does a rank of a ring send all that is gathered? See section 1."),
-        (1000, 0.5, 2, "Coding that is twice as fast pays up to twice the bandwidth."),
-        (1000, 1.0, 8, "Which part of the gathered bytes does a rank send in a ring of 8?"),
-        (3_000_000, 0.001, 4, solve),
-    ]
-    return judge.judge_cases(answer, theory.pays_below, cases)
+def lean_decode(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 3: a post-all-gather hook for int8 that needs at most 1 byte a number of its own."""
+    passed = ", in float32 and bfloat16: right losses, nothing left, and no copy of the parameter"
+    return judge_hook(answer, "lean", passed)
 
 
 def judge_hook(hook: Callable[..., Any], what: str, passed: str) -> Verdict:
@@ -109,6 +85,14 @@ def judge_hook(hook: Callable[..., Any], what: str, passed: str) -> Verdict:
             said = f"in {dtype}, all is right, but training sends"
             hint = "FSDP2 has gathered all that the hook needs: call no collective in it."
             expect_traffic(found["sent"], found["right_sent"], said, hint)
+            own = found.get("own", 0.0)
+            seen = (
+                f"in {dtype}, all is right, but the hook holds {own:.1f} bytes a number of its own"
+            )
+            hint = "Which operations make a tensor as large as the parameter? Write into `out`."
+            judge.expect(
+                own <= 1, f"{seen}, beside the gathered tensors and the parameter", 1, hint
+            )
 
     _on_ranks(hook, judge=judge_rank, what=what)
     return judge.passing_verdict(f"trained on {SIZES_TEXT} ranks{passed}")

@@ -1,5 +1,6 @@
 """Train a small FSDP2 model with a learner's all-gather functions."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,11 @@ from labkit import tensors
 from labkit.models.protocol import random_normal
 from labkit.session.counted_group import GroupTraffic
 from labkit.tensors import Extension, TwoTensor, pad_rows
-from labkit.torch_private import TorchDispatchMode, unsafe_preserve_version_counter
+from labkit.torch_private import (
+    TorchDispatchMode,
+    tree_leaves,
+    unsafe_preserve_version_counter,
+)
 from labkit_course.checks.judge import WrongAnswer, answer_name, error_text, expect
 
 Hook = Callable[..., Any]
@@ -46,8 +51,9 @@ SENDS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
 
 def run_answer(*answers: Hook, what: str, **halves: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Train with what a learner wrote: "cast" is a TwoTensor's post-all-gather hook, "both" puts
-    two hooks onto a plain shard, and a "codec" is a pair, encode and decode. "halves" gathers
-    ``a`` and ``b``, and tells for each of ``SENDS`` whether they came as they were.
+    two hooks onto a plain shard, "lean" is a post-all-gather hook for int8 without copies, and a
+    "codec" is a pair, encode and decode. "halves" gathers ``a`` and ``b``, and tells for each of
+    ``SENDS`` whether they came as they were.
 
     For hooks, return by dtype the answer's ``losses`` and what it ``sent``, calls and bytes by
     collective; the ``right_losses`` and ``right_sent`` of labkit's own hook; and the bytes of full
@@ -59,6 +65,8 @@ def run_answer(*answers: Hook, what: str, **halves: Sequence[Sequence[float]]) -
     if what == "halves":
         a, b = (torch.tensor(halves[name]) for name in "ab")
         return {name: gathers_right(mesh, a, b, send) for name, send in SENDS.items()}
+    if what == "lean":
+        return {name_dtype(dtype): run_lean(mesh, dtype, *answers) for dtype in BOTH_DTYPES}
     if what == "both":
         return {name_dtype(dtype): run_both(mesh, dtype, *answers) for dtype in BOTH_DTYPES}
     found = {}
@@ -90,6 +98,58 @@ def run_both(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str,
     names = ("losses", "sent", "encoded")
     expected = {f"right_{name}": right[name] for name in names}
     return train_with_hooks(mesh, dtype, add_hooks) | expected
+
+
+def run_lean(mesh: DeviceMesh, dtype: torch.dtype, hook: Hook) -> dict[str, Any]:
+    """As ``run_both``, for a post-all-gather hook; also the most bytes a number of its own."""
+    most = [0.0]
+
+    def watched(gathered: Sequence[Tensor], note: None, dtype: torch.dtype, **given: Any) -> Any:
+        with HeldBytes([*gathered, *given.values()]) as held:
+            answer = hook(gathered, note, dtype, **given)
+        parameter = answer[0] if isinstance(answer, tuple) and answer else None
+        made = parameter.nbytes if isinstance(parameter, Tensor) else 0
+        most.append((held.peak - made) / gathered[0].numel())
+        return answer
+
+    def add_lean_hooks(shard: Any, rows: int, encode: Hook, decode: Hook) -> None:
+        tensors.add_codec_hooks(shard, rows, encode, decode)
+        shard.fsdp_post_all_gather = watched
+
+    return run_both(mesh, dtype, add_lean_hooks) | {"own": max(most)}
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors that exist at once, beside those that are given."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in given}
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.note(each.untyped_storage())
+        return result
+
+    def note(self, storage: Any) -> None:
+        """Count memory that was not seen before, until it is freed."""
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.known:
+            return
+        self.known.add(address)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self.forget, address, size)
+
+    def forget(self, address: int, size: int) -> None:
+        """Take freed memory off."""
+        self.known.discard(address)
+        self.held -= size
 
 
 def train_with_hooks(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""Lab 3's experiments: what rounding does to a loss, what a decode holds, and when coding pays."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR
+
+from labkit import Emulated
+from labkit.models.tile_network import tile_batch, tile_network
+from labkit.parity import sample_seed
+from labkit.tensors import rounding_errors
+from labkit.theory import emulated_steps
+from labkit.theory import extensions as theory
+from labkit.torch_private import unsafe_preserve_version_counter
+
+CODING_S = 40e-3
+"""Emulated time of encoding a rank's rows and decoding all, once."""
+HIDING_MS = 50
+"""Emulated forward pass of a unit that hides any gather here, the first of a pass excepted."""
+CASES = {"narrow, exposed": (0.5, 0), "wide, exposed": (4, 0), "narrow, hidden": (0.5, HIDING_MS)}
+"""Bandwidth as a multiple of the one below which coding pays, and milliseconds of a unit."""
+Shape = tuple[int, int]
+
+
+def trained_network(dim: int) -> torch.nn.Sequential:
+    """Train the lab's network on one device for 60 steps, as exact weights."""
+    torch.manual_seed(0)
+    model = tile_network(dim)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    slower = LinearLR(optimizer, 1.0, 0.0, total_iters=60)
+    for step in range(60):
+        images, labels = tile_batch(128, sample_seed(step, 0))
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        slower.step()
+    return model
+
+
+@torch.no_grad()
+def rounded_losses(
+    model: torch.nn.Module, formats: Mapping[str, Callable[[Tensor], Tensor]]
+) -> pandas.DataFrame:
+    """Return both errors of a network's rounded weights, and by how many % its loss rises.
+
+    The loss is that of 2048 unseen tiles. The errors are those of the worst matrix.
+    """
+    exact = dict(model.named_parameters())
+    images, labels = tile_batch(2048, sample_seed(999, 0))
+    right = cross_entropy(model(images), labels)
+    rows = {}
+    for name, round_weight in formats.items():
+        rounded = {key: round_weight(weight) for key, weight in exact.items()}
+        errors = [torch.stack(rounding_errors(rounded[key], exact[key])) for key in exact]
+        largest, rms = torch.stack(errors).amax(dim=0).tolist()
+        loss = cross_entropy(functional_call(model, rounded, (images,)), labels)
+        rows[name] = {
+            "largest": largest,
+            "RMS": rms,
+            "loss rises by %": float(100 * (loss / right - 1)),
+        }
+    return pandas.DataFrame.from_dict(rows, orient="index")
+
+
+def lean_post_all_gather(
+    gathered: Sequence[Tensor], note: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Any:
+    """Decode int8 rows and their scales without a copy, as exercise 3 asks."""
+    numbers, scales = gathered
+    whole = torch.empty(numbers.shape, dtype=dtype, device=numbers.device) if out is None else out
+    with torch.no_grad(), unsafe_preserve_version_counter(whole):
+        whole.copy_(numbers[: len(whole)]).mul_(scales[: len(whole)])
+    return (whole, (whole,)) if out is None else None
+
+
+def decoding_bytes(
+    peaks: Mapping[str, Mapping[str, int]], shape: Shape, batch: int, ranks: int
+) -> dict[str, float]:
+    """Return the bytes a number while the first matrix is decoded, from ``step_peak`` by label.
+
+    The labels are "int8", which computes in float32, and "both", in bfloat16.
+    """
+    rows, columns = shape
+    numbers, found = -(-rows // ranks) * ranks * columns, {}
+    for label, size in (("int8", 4), ("both", 2)):
+        held = sum(peaks[label].get(part, 0) for part in ("unsharded_parameter", "temp"))
+        # Beside it lies the gradient of the layer's result.
+        found[label] = (held - batch * rows * size) / numbers
+    return found
+
+
+def coding_s(encode: Any, decode: Any, shapes: Sequence[Shape], ranks: int) -> float:
+    """Return the median seconds to encode a rank's rows of all matrices and to decode all rows."""
+    shards = [torch.rand(-(-rows // ranks), columns) - 0.5 for rows, columns in shapes]
+    gathered = [tuple(torch.cat([part] * ranks) for part in encode(shard)) for shard in shards]
+    taken = []
+    for _ in range(15):
+        start = time.perf_counter()
+        for shard, parts in zip(shards, gathered, strict=True):
+            encode(shard)
+            decode(parts, torch.float32)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def saved_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    """Return by how many bytes a gather of all matrices is smaller in int8 than in float32."""
+    whole, coded = (
+        sum(theory.gather_bytes(each, ranks, kind) for each in shapes) for kind in ("fp32", "int8")
+    )
+    return ranks * (whole - coded)
+
+
+def wire_cases(
+    shapes: Sequence[Shape], ranks: int, add_hooks: Callable[..., Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Return options of allgather_extensions for ``CASES``, and each step's milliseconds in theory.
+
+    Each case has a step in float32 and one with these hooks; both gather a unit ahead.
+    """
+    units = [shapes[:1], shapes[1:3], shapes[3:5], shapes[5:]]
+    whole, coded = (
+        sum(theory.gather_bytes(each, ranks, kind) for each in shapes) for kind in ("fp32", "int8")
+    )
+    threshold = theory.pays_below(saved_bytes(shapes, ranks), CODING_S, ranks)
+    yours = {"extension": "your_hooks", "use": {"add_hooks": add_hooks}}
+    options, step_ms = {}, {}
+    for case, (times, forward_ms) in CASES.items():
+        hardware = Emulated(
+            gb_per_s=times * threshold / 1e9,
+            forward_ms=forward_ms,
+            memory_gb_per_s=(1 + ranks) * (whole + coded) / CODING_S / 1e9,
+        )
+        for name, kind, how in (
+            ("float32", "fp32", {"extension": "none"}),
+            ("yours", "int8", yours),
+        ):
+            label = f"{name}, {case}"
+            options[label] = {**how, "emulate": hardware, "prefetch": True}
+            step_s = emulated_steps.extension_step_s(hardware, ranks, units, kind, prefetch=True)
+            step_ms[label] = 1e3 * step_s
+    return options, step_ms
+
+
+def saved_ms(step_ms: Mapping[str, float]) -> dict[str, float]:
+    """Return how many ms the hooks save in each case of ``wire_cases``."""
+    return {case: step_ms[f"float32, {case}"] - step_ms[f"yours, {case}"] for case in CASES}
