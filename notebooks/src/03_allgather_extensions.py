@@ -170,7 +170,7 @@ _ = plots.hook_memory("int8")
 #
 # <details><summary>Is an attribute on <code>_local_tensor</code> supported?</summary>
 #
-# The two hooks are FSDP2's documented interface for tensor subclasses. That FSDP2 also finds them on a plain tensor is
+# The two hooks are FSDP2's interface for tensor subclasses. That FSDP2 also finds them on a plain tensor is
 # how it is written (2.11 to 2.13), not a promise. `load_state_dict` copies into the shard, and they stay. With
 # `assign=True`, or after `to_empty`, another tensor takes its place, and they are gone without an error: FSDP sends
 # float32 again. A subclass keeps them, see 03b.
