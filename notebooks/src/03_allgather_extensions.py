@@ -135,8 +135,7 @@ for unit in (model[0], model[2], model):
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))  # "cuda" on GPUs
 for weight in model.parameters():
     send_as_it_is(weight._local_tensor)  # before the first forward pass
-output = model(torch.ones(8, 64))
-output.square().mean().backward()
+model(torch.ones(8, 64)).square().mean().backward()
 gradient = model[0].weight.grad
 print(f"{len(sent)} gathers went through hooks")
 print(f"of the gradient {tuple(gradient.shape)} this rank holds {tuple(gradient.to_local().shape)}")
@@ -552,8 +551,8 @@ claim("1.28 MB", round(13 * DIM * 768 / 1e6, 2) == 1.28, where=TOLD)
 # %% [markdown]
 # The bars show different moments. Plain FSDP peaks while a gathered MLP, 0.52 MB, computes its
 # gradients, which are temporary until they are reduced; the policy while they are reduced, with nothing gathered. The
-# other two peak while the largest matrix is decoded: 13 bytes a number, 1.28 MB. In float32 5 of the 13 are unsharded
-# parameter, in bfloat16 3, and the rest is temporary: decode's copies.
+# other two peak while the largest matrix is decoded: 13 bytes a number, 1.28 MB. In float32 5 of the 13 are gathered
+# parameters, in bfloat16 3, and the rest is temporary: decode's copies.
 #
 # ### Exercise 3: decode without copies (•••, {minutes} minutes)
 #
