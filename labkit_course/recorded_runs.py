@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from labkit import config
 from labkit.environment import ENV_RECORDED
 from labkit.launcher.run import RunRequest, make_run_name
 from labkit.runs import private_files
@@ -36,7 +37,7 @@ def find_recorded(request: RunRequest) -> RunResult | None:
     Its files are copied into the folder of runs, where they are like those of any run.
     """
     title = f"{request.program}, {request.nproc} ranks"
-    name = "" if _needs_this_machine(request) else _recorded_names().get(_key_of(request), "")
+    name = "" if _needs_this_machine(request) else _recorded_name(request)
     if not name:
         print(f"{title}: measured here, since no recorded result has these arguments")
         return None
@@ -59,13 +60,19 @@ def _needs_this_machine(request: RunRequest) -> bool:
     return bool(is_own or request.use or request.hosts or request.device == "cuda")
 
 
-def _key_of(request: RunRequest) -> str:
-    wanted = {name: getattr(request, name) for name in ("program", "nproc", "params", "emulate")}
-    return request_key(wanted)
-
-
-def _recorded_names() -> dict[str, str]:
-    """Return the folder of each recorded run in the archive by its key."""
+def _recorded_name(request: RunRequest) -> str:
+    """Return the folder of the recorded run with these arguments in the archive, or ""."""
+    asked = {name: getattr(request, name) for name in ("program", "nproc", "params", "emulate")}
+    program, nproc, params, emulate = json.loads(request_key(asked))
+    config_class = config.read_config(Path(request.program_path))
+    fields = config.init_fields(config_class) if config_class else {}
+    defaults = {name: config.default_value(field) for name, field in fields.items()}
+    defaults = json.loads(json.dumps(defaults, default=str))
     with zipfile.ZipFile(ARCHIVE) as archive:
         names: dict[str, str] = json.loads(archive.read("names.json"))
-    return names
+    for key, name in names.items():
+        known = json.loads(key)
+        # An option that the program has got since had the value that is now its default.
+        if [program, nproc, params, emulate] == [*known[:2], defaults | known[2], known[3]]:
+            return name
+    return ""

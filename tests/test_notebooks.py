@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import nbformat
 import papermill
@@ -276,7 +277,8 @@ def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab,
         for bad in values_outside(value, kind, rule):
             with pytest.raises(labkit.ParameterError) as refused:
                 exec(first_use, kernel | {name: bad})
-            assert str(refused.value).startswith(f"{name} = {bad!r}, but must be {kind.__name__}")
+            rule_text = "one of " if get_args(kind) else kind.__name__
+            assert str(refused.value).startswith(f"{name} = {bad!r}, but must be {rule_text}")
         assert rule["because"] in str(refused.value), "the last value keeps all rules but this one"
 
 
@@ -286,7 +288,7 @@ def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, m
     imports, _, first_use = setup_of(lab)
     kernel, rules = {}, []
     exec(imports, kernel)
-    noted = {"require": lambda name, value, *kind, **rule: rules.append(rule) if name == "RANKS" else None}
+    noted = {"require": lambda name, value, *kind, **rule: rules.append((*kind, rule)) if name == "RANKS" else None}
     points = read_points(lab.name)
     for point in points:
         assert point.keys() == set(parameters_of(lab))
@@ -296,8 +298,13 @@ def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, m
     assert all(len(set(values)) > 1 for values in zip(*map(dict.values, points), strict=True))
     if rules:
         ranks = [point["RANKS"] for point in points]
-        assert min(ranks) == max(rule.get("at_least", 0) for rule in rules)
-        assert max(ranks) == min(rule.get("at_most", math.inf) for rule in rules)
+        choices = [get_args(kind) for kind, *_ in rules]
+        assert min(ranks) == max(
+            min(each or [rule[-1].get("at_least", 0)]) for each, rule in zip(choices, rules, strict=True)
+        )
+        assert max(ranks) == min(
+            max(each or [rule[-1].get("at_most", math.inf)]) for each, rule in zip(choices, rules, strict=True)
+        )
 
 
 def values_outside(value, kind, rule):
@@ -305,6 +312,8 @@ def values_outside(value, kind, rule):
     rule alone.
     """
     yield "four"
+    if get_args(kind):
+        yield max(get_args(kind)) + 1
     if "above" in rule:
         yield kind(rule["above"])
     if "at_least" in rule:

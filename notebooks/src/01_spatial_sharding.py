@@ -69,8 +69,9 @@ _ = plots.halo_diagram(photo.load_photo()[60:300], ranks=4, halo=12)
 
 # %% [markdown]
 # *One image on four ranks: rank 1 holds its strip, and needs a few columns of ranks 0 and 2, its **halo**. They travel
-# before each convolution that looks over the cut. The 12 columns of the image drawn here are 3 columns of features, which
-# is what ConvNeXt needs: its stem makes one pixel of four.*
+# before each convolution that looks over the cut.*
+#
+# ConvNeXt needs 3 columns of features, which are these 12 columns of the image: its stem makes one pixel of four.
 #
 # A large ConvNeXt has stages of 3, 3, 27 and 3 blocks with 256 to 2048 channels. Here is what it keeps for **one**
 # image in float32. *Checkpointing* keeps only each block's input, and computes the rest again in the backward pass.

@@ -445,7 +445,7 @@ claim("all four losses are nearly the same", max(losses) < 1.02 * min(losses), w
 #
 # **Which of the two errors does the loss follow?** Here all four losses are the same, because all errors are small. So
 # take coarser roundings of trained weights, from −3 to 3 steps (3 bits) and from −1 to 1 (2 bits), and another one that
-# is exact for most weights, but **clips** those beyond twice the RMS. 3 bits are off by at most 0.17 of the largest
+# is exact for most weights, but clips those beyond twice the RMS. 3 bits are off by at most 0.17 of the largest
 # weight, and the clip by 0.2. Commit: by how many percent does each of these two raise the loss?
 
 # %% tags=["commit"]

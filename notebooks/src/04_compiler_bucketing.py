@@ -361,7 +361,7 @@ claim("equal to 1 part in a million", right.value("max_rel_error") <= 1e-6)
 
 # %% [markdown]
 # `torch.cat` copies every gradient in each step. With `gradient_as_bucket_view=True` DDP saves that: each `grad` is a
-# **view** of its piece of the row, so the backward pass writes into the row. `thrifty_ddp` does the same, sends as much
+# view of its piece of the row, so the backward pass writes into the row. `thrifty_ddp` does the same, sends as much
 # as yours, and has a mistake that raises no error.
 #
 # The check trains two steps, with `optimizer.zero_grad()` before each, as every script does. Commit: in how many of

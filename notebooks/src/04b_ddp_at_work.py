@@ -129,6 +129,8 @@ mine_leaves = commit(both_passes=None, backward_alone=None, last_one_too=None)
 ### BEGIN SOLUTION
 mine_leaves = commit(both_passes=1, backward_alone=3, last_one_too=0)
 ### END SOLUTION
+
+# %% tags=["commit"]
 mine_right = commit(ways=None)
 ### BEGIN SOLUTION
 mine_right = commit(ways=2)

@@ -168,7 +168,7 @@ def culprit(ends: list[dict]) -> int | None:
     ### END SOLUTION
 
 
-# %%
+# %% tags=["summary"]
 told = checks.culprit(culprit)
 blamed = culprit if told.ok else theory.first_failed_rank
 blames = [blamed(ends) for ends in (rank_ends(raised), rank_ends(killed), aborted.ends)]
