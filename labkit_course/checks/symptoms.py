@@ -43,7 +43,7 @@ ROWS = (
         "who of the two sends first",
         "both send first, or both receive first",
         "–",
-        "a send returns at once: batch_isend_irecv avoids the question",
+        "GPUs that stand in a send: batch_isend_irecv avoids the question",
     ),
     (
         "a timeout, and all ranks are in collectives",

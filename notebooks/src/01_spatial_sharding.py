@@ -71,7 +71,8 @@ _ = plots.halo_diagram(photo.load_photo()[60:300], ranks=4, halo=12)
 # *One image on four ranks: rank 1 holds its strip, and needs a few columns of ranks 0 and 2, its **halo**. They travel
 # before each convolution that looks over the cut.*
 #
-# ConvNeXt needs 3 columns of features, which are these 12 columns of the image: its stem makes one pixel of four.
+# In the first stage ConvNeXt needs 3 columns of features, which come of these 12 columns of the image: its stem makes one
+# pixel of 4 × 4.
 #
 # A large ConvNeXt has stages of 3, 3, 27 and 3 blocks with 256 to 2048 channels. Here is what it keeps for **one**
 # image in float32. *Checkpointing* keeps only each block's input, and computes the rest again in the backward pass.
@@ -90,9 +91,10 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 # %% [markdown]
 # At 4096 pixels a side the activations of a single image no longer fit an H200 with 141 GB, and a smaller batch does
 # not help. So checkpoint first, and compute in bfloat16 if your training bears it. Checkpointing brings 155 GB down to 15, most
-# of it the one block that is being computed again, for one more forward pass.
+# of it the one block that is being computed again: the inputs of the blocks after it are free by then. The price is one more
+# forward pass.
 #
-# Cut the image where that is not enough: a tile of 16,384 pixels does not fit even then, volumes are larger still, and
+# Cut the image where that is not enough: in float32 a tile of 16,384 pixels does not fit even then, volumes are larger still, and
 # some forecasts are due within seconds. NVIDIA's PhysicsNeMo cuts weather and flow fields like this (`ShardTensor`).
 
 # %% tags=["claim"]
@@ -111,7 +113,7 @@ claim("most of it is one block", 0.8 < block_gb / checkpointed_gb[0] < 0.9)
 
 # %% [markdown]
 # Now train this lab's small network, drawn in section 3, on two images of 512 × 1024 pixels. Each rank may take 250 MiB
-# on top of what Python and PyTorch hold, for its activations and all else, as if it were a small device. Strategy `plain` is one device, and `local` cuts
+# on top of what Python and PyTorch hold, for its tensors and for what libraries allocate beside them, as if it were a small device. Strategy `plain` is one device, and `local` cuts
 # images into strips. **The first of the two runs is meant to fail.**
 
 
@@ -193,8 +195,8 @@ _ = plots.convnext_diagram(stages, HEIGHT, WIDTH)
 #
 # ### Exercise 1: how many bytes go to one neighbour? (•, {minutes} minutes)
 #
-# Before a convolution with a k × k kernel a rank sends one neighbour what that misses of its own strip, a float32 tensor
-# [batch, channels, rows, columns]. Return the number of bytes.
+# Before a convolution with a k × k kernel a rank sends some of its columns to one neighbour: part of its strip, a float32
+# tensor [batch, channels, rows, columns]. Return the number of bytes.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -613,7 +615,7 @@ claim("the parity check fails for all three", not any(each.ok for each in checke
 # ## 8. Memory of a rank ({minutes} minutes)
 #
 # What does checkpointing save here, and what do strips? A block keeps 12 tensors as large as its input, which is one of them. The two blocks'
-# inputs have 0.79 and 0.39 MB, and what is kept outside blocks comes to little. Commit: how many MB of activations does one
+# inputs have 0.79 and 0.39 MB. At the peak little else is kept. Commit: how many MB of activations does one
 # device keep with checkpointing, at the peak?
 #
 # <details><summary>Hint</summary>
@@ -662,8 +664,9 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
 # little above a fair share.*
 #
-# Of two blocks checkpointing saves little, since one block is nearly all. Of the 36 blocks of a large ConvNeXt it leaves a tenth. Both can be combined: a
-# block that is computed again exchanges its halo again.
+# Checkpointing saves 41 % of the activations here, since the first of two blocks is most of them. Of the 36 blocks of a large
+# ConvNeXt it leaves a tenth. Both can be combined: a block that is computed again exchanges its halo again. Temporary tensors are
+# mostly gradients on their way through a block.
 #
 # *Takeaway: cutting images divides the activations. Weights and Adam's state stay whole on every rank.*
 #
@@ -731,7 +734,7 @@ claim("where each rank can have an image of its own, that is faster", rival < 0.
 # image for each rank, data parallelism is faster: it sends no halos, and adds up no means.*
 #
 # Four blocks send to two neighbours in both passes, and two rings take six steps each: 28 messages, which take 84 ms beside
-# the 600 / 4 = 150 of one image, and beside the 600 of four. Steps take longer
+# the 600 / 4 = 150 of one image, and beside the 600 of four. So for one image strips pay up to (600 − 150) / 28 = 16 ms a message. Steps take longer
 # than in theory: what ranks really compute and send on your machine comes on top.
 #
 # *Takeaway: cut images if one does not fit, or if a single image must be fast and the ranks are near. Otherwise give

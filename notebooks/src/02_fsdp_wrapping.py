@@ -665,7 +665,7 @@ checks.memory_plan(plan, int(bound), gathers=16, **DEEP)
 #
 # > T ≥ T₀ = b (N − 1)/N · F / (2 B)
 #
-# P drops out, so the size of the model does not matter: a gather takes T₀/T times as long as the arithmetic of a
+# P drops out, so without latency the model's size does not matter: a gather takes T₀/T times as long as the arithmetic of a
 # block's forward pass.
 #
 # **Emulated: two wires.** Two H100s, F = 400 · 10¹², train six blocks with T = 2048 tokens each and b = 2. If NVLink
@@ -776,8 +776,8 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 # </details>
 # <details><summary>5. Does the share of time spent on messages fall with more ranks and the same batch each?</summary>
 #
-# Inside a host no: from 8 ranks on (N − 1)/N is near 1, so each rank sends and computes as much as before. Once the
-# ranks span hosts the share rises, because the network card is slower, nine times in section 5. It falls with a larger
+# No, it rises: (N − 1)/N is a half with 2 ranks and 7/8 with 8, and once the
+# ranks span hosts the share rises further, because the network card is slower, nine times in section 5. It falls with a larger
 # batch of each rank.
 #
 # </details>

@@ -305,7 +305,7 @@ for prefetch in (False, True):
 
 # %% [markdown]
 # *One rank without prefetching, and with it; the numbers are those of the blocks. Exposed time is underlined. With
-# prefetching four all-gathers lie below computing.*
+# prefetching four all-gathers hide behind computing.*
 #
 # The first gather of each pass has nothing to hide behind, and neither has a reduce-scatter. The raw traces are in the
 # folder of the run, and ui.perfetto.dev opens them.
@@ -444,8 +444,8 @@ halved = predicted | {"all_gather_bytes": predicted["all_gather_bytes"] // 2}
 plots.comparison_table(bf16, halved, yours=mine_bytes)
 
 # %% [markdown]
-# *The all-gathers were handed half of the bytes, and all else is unchanged. On the wire, a step sends 1/2 + 1/2 + 1
-# times the parameters' float32 bytes instead of 1 + 1 + 1.*
+# *The all-gathers were handed half of the bytes, and the counts are unchanged. On the wire, a step sends (N − 1)/N of
+# 1/2 + 1/2 + 1 times the parameters' float32 bytes instead of 1 + 1 + 1.*
 #
 # In the last row Adam's step counts come on top of two numbers a parameter: 4 bytes for each of the 12 tensors.
 

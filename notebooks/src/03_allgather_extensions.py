@@ -533,7 +533,7 @@ pandas.DataFrame({"peak in theory, bytes": totals, "measured": peaks})
 
 # %% [markdown]
 # *Peak memory of a rank. The policy lowers it by an eighth, and int8 hooks on top of the policy raise it again, nearly to
-# plain FSDP's.*
+# plain FSDP's.* Their decode is labkit's; yours may keep fewer tensors.
 
 # %% tags=["claim"]
 on_cpu = plain.device == "cpu"
@@ -692,8 +692,8 @@ claim("they lose 58 ms there", round(columns["theory"]["narrow, hidden"]) == -58
 # hides.*
 #
 # Where it hides they lose 58 ms, not 80, because the first gather of each pass has nothing before it to hide behind.
-# What a bar has beyond its dashes is real work of this machine, which emulation does not replace. It is about the same
-# with and without hooks, so in the difference it cancels, up to its own spread of about 10 ms.
+# The dashes of the hidden case count the reduce-scatters, which nothing hides here.
+# What a bar has beyond its dashes is real work of this machine. It varies by some 20 ms.
 #
 # **On GPUs.** The memory of an H100 moves 3.35 · 10¹² bytes a second. Let encode read each of a rank's numbers twice, 4
 # bytes each time, and write 1 byte, while decode reads 1 byte of each number and writes 2. Then 7 billion parameters on

@@ -334,8 +334,8 @@ send_verdict = checks.send_full_buckets(send_full_buckets)
 send_verdict
 
 # %% [markdown]
-# Together the three average gradients as DDP does, here for 100 layers. `labkit.check` gives all ranks, and one device,
-# the same parameters and samples, and compares outputs, gradients and parameters of two steps: 602 tensors.
+# Together they average gradients as DDP does, here for 100 layers. `labkit.check` gives all ranks, and one device,
+# the same parameters and samples, and compares outputs and gradients of two steps, and the parameters after them: 602 tensors.
 
 # %%
 plan = bucket_plan if plan_verdict.ok else assign_buckets
@@ -360,11 +360,11 @@ print(f"{right.value('compared'):.0f} tensors, equal to 1 part in a million: {ri
 claim("equal to 1 part in a million", right.value("max_rel_error") <= 1e-6)
 
 # %% [markdown]
-# `torch.cat` copies every gradient in each step. With `gradient_as_bucket_view=True` DDP saves that: each `grad` is a
-# view of its piece of the row, so the backward pass writes into the row. `thrifty_ddp` does the same, sends as much
-# as yours, and has a mistake that raises no error.
+# Your row is a copy of the gradients, which takes memory, and the means are copied back. With `gradient_as_bucket_view=True` DDP
+# saves both: each `grad` is a view of its piece of the row. `thrifty_ddp` does the same,
+# and has a mistake that raises no error.
 #
-# The check trains two steps, with `optimizer.zero_grad()` before each, as every script does. Commit: in how many of
+# The check trains two steps, with `optimizer.zero_grad()` before each. Commit: in how many of
 # the two are all gradients right?
 
 
@@ -455,8 +455,9 @@ checks.put_into_row(put_into_row)
 
 # %% [markdown]
 # `zero_grad()` sets each `grad` to None, and the next backward pass makes a new tensor outside the row. So the row
-# leaves with old means in it, and each rank trains on its own gradients. Only one device, over two steps, tells: a sum
-# instead of a mean would be the same on all ranks.
+# leaves with old means in it, and each rank trains on its own gradients. The first step is right, so
+# compare at least two. Your mend copies each gradient into the row, and
+# saves the memory and the way back.
 #
 # *Takeaway: DDP's averaging is three short functions: plan the buckets, send what is full, wait and divide at the end.*
 #
@@ -697,7 +698,7 @@ checks.accumulate(accumulate)
 # %% [markdown]
 # What does it save? A step inside `no_sync` sends nothing, so what a step outside takes longer is exposed. The next
 # cell measures that, **without emulation, on this machine**, with DDP's default sizes, too; and alpha and beta, by two
-# all-reduces. Copy it into a script of your own.
+# all-reduces. On GPUs, call `torch.cuda.synchronize()` before each look at the clock.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2

@@ -343,7 +343,7 @@ for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
 
 # %% [markdown]
 # The allocator reserves a third more than the tensors here, because a piece that was freed serves only tensors that are no
-# larger. With all 32 blocks it is about a tenth, as section 5 shows. On an H100 it reserved 2 to 11 % more than this model
+# larger. In section 5's run of all 32 blocks it is about a tenth, and with other settings more: ask for each. On an H100 it reserved 2 to 11 % more than this model
 # says ([docs/simulation.md](../docs/simulation.md)), so leave a tenth of the budget free.
 #
 # *Takeaway: look for the moment and the kind of the peak before you change anything. Where activations are most of it,
@@ -586,8 +586,8 @@ steps.round(3)
 # %% [markdown]
 # *On this network nearly all communication hides behind computation.* Groups of 8 gather inside a host, but then they sum
 # float32 gradients between hosts, which sends nearly as much over the network. Each GPU also updates 8 times as many
-# parameters. So with half the bandwidth both get slower, and the groups stay behind. They win only where latency rules:
-# at 1 ms instead of 78 µs for each step between hosts, because their collectives take fewer steps between hosts.
+# parameters. So with half the bandwidth both get slower, and the groups stay behind. Of these three networks they win on the
+# one where latency rules: at 1 ms instead of 78 µs for each message between hosts.
 
 # %% [markdown]
 # ### Exercise 4: your choice (••, {minutes} minutes)
@@ -716,7 +716,8 @@ for name in ("peak_total_bytes", "all_reduce_count", "all_reduce_wire_bytes"):
 # | which of these leave a host (section 6) | how long the data loader takes |
 # | by estimate, seconds | seconds by measurement |
 #
-# *Takeaway: a simulation knows shapes, dtypes and calls. It knows no values, no clock and no other rank.*
+# *Takeaway: a simulation knows shapes, dtypes and calls. It knows no values, and of time and of other
+# ranks' work only what a model says.*
 
 # %% tags=["claim"]
 claim("branching is", "clips.py:12" in said and "norm > 1" in said)

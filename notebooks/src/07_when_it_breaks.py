@@ -344,8 +344,8 @@ report(steps=steps)
 _ = plots.wait_times(slow, predicted_ms=SLOW_STEPS * max(WORK_MS))
 
 # %% [markdown]
-# *The dashed line is six times the longest computing, which sleeps exceed a little. Rank 3 waits least, and all others
-# wait for it.* A profile of rank 0 alone would say that the all-reduce is slow.
+# *The dashed line is six times the longest computing. Sleeps and the all-reduces themselves take longer, also on rank 3, which
+# waits for nobody. All others wait for it.* A profile of rank 0 alone would say that the all-reduce is slow.
 #
 # If no rank computes longer, a link may be slow. The next run has one of the two faults, and the tool `times` shows
 # where each rank's fastest step went. Commit: which rank is a straggler, or sends over a slow link? Then the tool
@@ -591,8 +591,7 @@ checks.diagnoses(diagnoses)
 #   brings float64. It sends twice the bytes to its neighbour in the ring, rank 1, which is aborted. (Rank 1's log says
 #   "144 vs 72" bytes.)
 # - **23**. Weights are equal, so all ranks do the same. Gradients: no factor explains them, since what it leaves is as
-#   large as the gradient itself. Samples: all ranks share them. (Or losses: with four batches the ranks would not have
-#   one loss.)
+#   large as the gradient itself. Samples: all ranks share them.
 #
 # What tells most causes apart? For a hang it is the stacks, for a failure the ends and then the record, for a slow run the
 # times, and for wrong numbers the weights.
@@ -646,7 +645,7 @@ if dist.is_torchelastic_launched():  # torchrun has started this file
 
 # %% [markdown]
 # The next two cells fail on purpose, because of rank 2. In the first it has only three batches, as in section 1, and in
-# the second it begins with other weights.
+# the second it begins with other weights. (Line 5 speaks of NaN as well, which equals nothing.)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --fails --name missing --use main
