@@ -33,7 +33,7 @@ from notebooks.tools.source import BEGIN, find_labs, learner_notebook, solved_no
 LABS = find_labs(FOLDER)
 PROGRAMS = {path.stem for path in (FOLDER.parent / "launch").glob("[a-z]*.py")}
 NBVAL_OPTIONS = [
-    *("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "--nbval-kernel-startup-timeout=120"),
+    *("--nbval", "--nbval-current-env", "--nbval-cell-timeout=300", "--nbval-kernel-startup-timeout=120"),
     # nothing of this project's own pytest settings
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
