@@ -344,8 +344,7 @@ report(steps=steps)
 _ = plots.wait_times(slow, predicted_ms=SLOW_STEPS * max(WORK_MS))
 
 # %% [markdown]
-# *The dashed line is six times the longest computing. Sleeps and the all-reduces themselves take longer, also on rank 3, which
-# waits for nobody. All others wait for it.* A profile of rank 0 alone would say that the all-reduce is slow.
+# *The dashed line is six times the longest computing; sleeps and all-reduces take a little longer. All wait for rank 3.* A profile of rank 0 alone would say that the all-reduce is slow.
 #
 # If no rank computes longer, a link may be slow. The next run has one of the two faults, and the tool `times` shows
 # where each rank's fastest step went. Commit: which rank is a straggler, or sends over a slow link? Then the tool
@@ -645,7 +644,7 @@ if dist.is_torchelastic_launched():  # torchrun has started this file
 
 # %% [markdown]
 # The next two cells fail on purpose, because of rank 2. In the first it has only three batches, as in section 1, and in
-# the second it begins with other weights. (Line 5 speaks of NaN as well, which equals nothing.)
+# the second it begins with other weights.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --fails --name missing --use main
