@@ -26,7 +26,8 @@ from labkit.environment import ENV_PROGRESS, ENV_RUN_FOLDER
 from labkit_course.checks.mystery import Mystery, judge_diagnosis
 from labkit_course.checks.ranks.mystery import RANKS, draw_fault
 
-SLOW_STEP_MS = 40
+# A slow rank or link sleeps for 60; others take up to 40 alone, and somewhat more beside other programs.
+SLOW_STEP_MS = 55
 TAG = "MYSTERY_TAG"
 """An environment variable that all processes of the runs carry."""
 Diagnosis = tuple[int | None, str, str]
