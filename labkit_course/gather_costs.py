@@ -110,11 +110,17 @@ def coding_s(encode: Any, decode: Any, shapes: Sequence[Shape], ranks: int) -> f
     return statistics.median(taken)
 
 
-def saved_bytes(shapes: Sequence[Shape], ranks: int) -> int:
-    """Return by how many bytes a gather of all matrices is smaller in int8 than in float32."""
+def _sent_bytes(shapes: Sequence[Shape], ranks: int) -> tuple[int, int]:
+    """Return what a rank sends of all matrices in float32, and in int8."""
     whole, coded = (
         sum(theory.gather_bytes(each, ranks, kind) for each in shapes) for kind in ("fp32", "int8")
     )
+    return whole, coded
+
+
+def saved_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    """Return by how many bytes a gather of all matrices is smaller in int8 than in float32."""
+    whole, coded = _sent_bytes(shapes, ranks)
     return ranks * (whole - coded)
 
 
@@ -126,9 +132,6 @@ def wire_cases(
     Each case has a step in float32 and one with these hooks; both gather a unit ahead.
     """
     units = [shapes[:1], shapes[1:3], shapes[3:5], shapes[5:]]
-    whole, coded = (
-        sum(theory.gather_bytes(each, ranks, kind) for each in shapes) for kind in ("fp32", "int8")
-    )
     threshold = theory.pays_below(saved_bytes(shapes, ranks), CODING_S, ranks)
     yours = {"extension": "your_hooks", "use": {"add_hooks": add_hooks}}
     options, step_ms = {}, {}
@@ -136,7 +139,7 @@ def wire_cases(
         hardware = Emulated(
             gb_per_s=times * threshold / 1e9,
             forward_ms=forward_ms,
-            memory_gb_per_s=(1 + ranks) * (whole + coded) / CODING_S / 1e9,
+            memory_gb_per_s=(1 + ranks) * sum(_sent_bytes(shapes, ranks)) / CODING_S / 1e9,
         )
         for name, kind, how in (
             ("float32", "fp32", {"extension": "none"}),

@@ -206,23 +206,21 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward pass of each batch of a step; return the last loss."""
     batches = ddp.DDP_CASES[config.case].batches
+    # Of what is compiled inside DDP a profile knows no layers, so its programs get names.
+    marked = config.timeline and config.graph != "none"
     for batch, synced in enumerate(batches):
         with step.untimed():
             inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))
         with ddp.gradient_sync(model, synced):
-            with step.span("forward"), mark_forward(config):
+            with step.span("forward"), contextlib.ExitStack() as named:
+                if marked:
+                    named.enter_context(record_function(f"{FORWARD_MARK} (forward)"))
                 loss = lab.get_loss(inputs, model(*inputs))
-            if config.timeline and config.graph != "none":
+            if marked:
                 mark_programs(loss)
             with step.span("backward"):
                 loss.backward()
     return loss
-
-
-def mark_forward(config: Config) -> contextlib.AbstractContextManager[Any]:
-    """Name the forward pass in a profile, if the module inside DDP is compiled."""
-    named = config.timeline and config.graph != "none"
-    return record_function(f"{FORWARD_MARK} (forward)") if named else contextlib.nullcontext()
 
 
 def mark_programs(loss: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import labkit
 from labkit.theory import fsdp as theory
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
+from labkit.theory.overlap import uncovered_in_turn
 from labkit_course.checks import judge
 from labkit_course.checks.fsdp import (
     ERROR_HINTS,
@@ -144,16 +145,8 @@ def exposed_ms(answer: Callable[..., float]) -> Verdict:
 def exposed_length(
     computing: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]
 ) -> float:
-    """Return how long a message is on its way while nothing computes.
-
-    Bars are starts and ends, and those of a lane do not overlap.
-    """
-    total = sum(end - start for start, end in messages)
-    return total - sum(
-        max(0.0, min(end, until) - max(start, begun))
-        for start, end in messages
-        for begun, until in computing
-    )
+    """Return how long a message is on its way while nothing computes; bars are start and end."""
+    return sum(end - start for _, start, end in uncovered_in_turn(messages, computing))
 
 
 def lane_bars(result: labkit.RunResult, lane: str) -> list[tuple[float, float]]:

@@ -27,7 +27,7 @@ import labkit
 from labkit import doctor, inductor, plots
 from labkit.config import require
 from labkit.models.chain import LinearChain
-from labkit.parallel.ddp import note_order
+from labkit.parallel.ddp import backward_programs, note_order
 from labkit.theory import ddp as theory
 from labkit.theory import emulated_steps
 from labkit.theory.collectives import AlphaBeta
@@ -411,12 +411,8 @@ mine_plan = commit(programs=3, first_leaves_after=2)
 # %%
 def note_programs(loss: torch.Tensor, seen: list[str]) -> None:
     """Note in `seen` when each compiled backward program of this loss begins."""
-    node = loss.grad_fn
-    while node:
-        if "Compiled" in node.name():
-            node.register_prehook(lambda _: seen.append("program:"))
-        before = [each for each, _ in node.next_functions if each and "Accumulate" not in each.name()]
-        node = before[0] if before else None
+    for program in backward_programs(loss):
+        program.register_prehook(lambda _: seen.append("program:"))
 
 
 # %%
