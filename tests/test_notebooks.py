@@ -286,9 +286,11 @@ def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab,
 def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, monkeypatch):
     monkeypatch.setattr(doctor, "show", lambda **_: None)
     imports, _, first_use = setup_of(lab)
-    kernel, rules = {}, []
+    kernel, bounds = {}, []
     exec(imports, kernel)
-    noted = {"require": lambda name, value, *kind, **rule: rules.append((*kind, rule)) if name == "RANKS" else None}
+    noted = {
+        "require": lambda name, value, *kind, **rule: bounds.append(bounds_of(rule, *kind)) if name == "RANKS" else None
+    }
     points = read_points(lab.name)
     for point in points:
         assert point.keys() == set(parameters_of(lab))
@@ -296,15 +298,16 @@ def test_the_points_vary_each_parameter_and_have_both_bounds_of_the_ranks(lab, m
         exec(first_use, kernel | point | noted)
     assert len(points) >= 3, 'write # %% tags=["parameters"] points=[[…], […], […]]'
     assert all(len(set(values)) > 1 for values in zip(*map(dict.values, points), strict=True))
-    if rules:
+    if bounds:
         ranks = [point["RANKS"] for point in points]
-        choices = [get_args(kind) for kind, *_ in rules]
-        assert min(ranks) == max(
-            min(each or [rule[-1].get("at_least", 0)]) for each, rule in zip(choices, rules, strict=True)
-        )
-        assert max(ranks) == min(
-            max(each or [rule[-1].get("at_most", math.inf)]) for each, rule in zip(choices, rules, strict=True)
-        )
+        assert min(ranks) == max(least for least, _ in bounds)
+        assert max(ranks) == min(most for _, most in bounds)
+
+
+def bounds_of(rule, kind=int):
+    """The least and the largest value that a rule of ``require`` accepts."""
+    choices = get_args(kind) or (rule.get("at_least", 0), rule.get("at_most", math.inf))
+    return min(choices), max(choices)
 
 
 def values_outside(value, kind, rule):

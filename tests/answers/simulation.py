@@ -1,8 +1,11 @@
 """Lab 6."""
 
+from functools import partial
+
 from answers import Exercise, changed
 from labkit_course.checks import simulation as checks
 
+fullest = partial(changed, "06", "fullest_block")
 HOSTS = "fewest_hosts(shared_bytes={}, own_bytes={}, budget_bytes={}) gave {}"
 CHOICE = 'return {{"shard_over": {}, "batch": {}, "checkpointing": "{}"}}'
 EXERCISES = [
@@ -11,25 +14,17 @@ EXERCISES = [
         "fullest_block",
         checks.fullest_block,
         {
-            "fullest_block of 4 blocks on 64 ranks gave block 2 and 1.865 GiB": changed(
-                "06", "fullest_block", ("block_parameters * (1 + (block > 0))", "block_parameters")
+            "fullest_block of 4 blocks on 64 ranks gave block 2 and 1.865 GiB": fullest(
+                ("block_parameters * (1 + (block > 0))", "block_parameters")
             ),
-            "fullest_block of 4 blocks on 64 ranks gave block 1": changed(
-                "06", "fullest_block", (" + kept_bytes * (block + 1)", "")
-            ),
-            "fullest_block of 4 blocks on 64 ranks gave block 3": changed(
-                "06", "fullest_block", (" * (block < blocks - 1)", "")
-            ),
-            "fullest_block of 4 blocks on 64 ranks gave block 2 and 2.29": changed(
-                "06",
-                "fullest_block",
+            "fullest_block of 4 blocks on 64 ranks gave block 1": fullest((" + kept_bytes * (block + 1)", "")),
+            "fullest_block of 4 blocks on 64 ranks gave block 3": fullest((" * (block < blocks - 1)", "")),
+            "fullest_block of 4 blocks on 64 ranks gave block 2 and 2.29": fullest(
                 ("12 * parameters + 4 * block_parameters * (blocks - 1 - block)", "16 * parameters"),
             ),
-            "fullest_block of 4 blocks on 8 ranks gave block 0": changed(
-                "06", "fullest_block", ("(1 + (block > 0))", "2")
-            ),
-            "fullest_block of 4 blocks on 8 ranks gave block 2": changed(
-                "06", "fullest_block", ("4 * block_parameters * (blocks - 1 - block)", "4 * block_parameters")
+            "fullest_block of 4 blocks on 8 ranks gave block 0": fullest(("(1 + (block > 0))", "2")),
+            "fullest_block of 4 blocks on 8 ranks gave block 2": fullest(
+                ("4 * block_parameters * (blocks - 1 - block)", "4 * block_parameters")
             ),
             "fullest_block of 4 blocks on 64 ranks gave 2": "return 2",
         },
