@@ -32,19 +32,19 @@ def share_of_today(cases: Iterable[Any], parts: int) -> list[Any]:
 
 
 def half_of_today(cases: Iterable[Any]) -> list[Any]:
-    """What a test takes of its own, of which conftest.py runs a third of the cases.
+    """What a test takes of its own, of which conftest.py runs a fifth of the cases.
 
-    Within six days a half and a third meet in every pair; two thirds of the same day never would.
+    Within ten days a half and a fifth meet in every pair; two fifths of the same day never would.
     """
     return share_of_today(cases, 2)
 
 
-def third_of_today(tests: Iterable[Sequence[Any]]) -> list[Any]:
-    """A third of the cases of each test that has three or more, and a third of all others together."""
+def fifth_of_today(tests: Iterable[Sequence[Any]]) -> list[Any]:
+    """A fifth of the cases of each test that has five or more, and a fifth of all others together."""
     many, few = [], []
     for cases in tests:
-        (many if len(cases) > 2 else few).append(cases)
-    return [case for cases in [*many, [*chain(*few)]] for case in share_of_today(cases, 3)]
+        (many if len(cases) > 4 else few).append(cases)
+    return [case for cases in [*many, [*chain(*few)]] for case in share_of_today(cases, 5)]
 
 
 def with_mark(case: Any) -> Any:

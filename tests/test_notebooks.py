@@ -38,7 +38,7 @@ NBVAL_OPTIONS = [
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
 DAILY = "03b_extensions_at_work"
-"""The lab whose solved notebook every ``make test`` runs; all run within three days of ``make test TODAY=1``."""
+"""The lab whose solved notebook every ``make test`` runs; all run within five days of ``make test TODAY=1``."""
 ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with small values in tests/test_wheel.py and tests/browser/test_labs.py."""
 OF_TERMINALS = {"08_beyond_one_machine": {"DIM"}}
@@ -328,7 +328,7 @@ def values_outside(value, kind, rule):
 
 
 def points_to_try():
-    """All points of all labs, or the first one of each lab of half of them, of which a third runs."""
+    """All points of all labs, or the first one of each lab of half of them, of which a fifth runs."""
     points = slice(None if os.environ.get("LABKIT_TEST") == "all" else 1)
     return [(lab, each) for lab in half_of_today(LABS) for each in read_points(lab.name)[points]]
 
@@ -385,7 +385,9 @@ def test_solved_notebook_gives_its_outputs_again(lab, tmp_path):
     strict = os.environ | {ENV_STRICT_CLAIMS: "1"}
     run = partial(subprocess.run, command, capture_output=True, text=True, timeout=290, cwd=tmp_path, env=strict)
     answer = run()
-    if "the claim does not hold" in answer.stdout:  # a time may be disturbed once
+    # A time may be disturbed once, and a rank of another test take the port that was free for the kernel.
+    if any(said in answer.stdout for said in ("the claim does not hold", "Kernel didn't respond")):
+        print(answer.stdout[-8000:])
         answer = run()
     assert answer.returncode == 0, answer.stdout[-8000:] + answer.stderr[-2000:]
     assert "passed" in answer.stdout

@@ -145,6 +145,8 @@ def executed(tmp_path_factory):
     """An executed notebook, what was drawn while it ran, and the file it was saved to."""
     nbclient = pytest.importorskip("nbclient", reason="needs Jupyter")
     nbformat = pytest.importorskip("nbformat", reason="needs Jupyter")
+    from traitlets.config import Config
+
     drawn = []
 
     class Client(nbclient.NotebookClient):
@@ -155,8 +157,10 @@ def executed(tmp_path_factory):
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     notebook.metadata.kernelspec = {"name": "python3", "language": "python", "display_name": "Python 3"}
-    Client(notebook, timeout=60).execute()
     path = tmp_path_factory.mktemp("notebook") / "progress.ipynb"
+    # Through files: before a kernel binds the ports that were free, ranks of other tests may have taken one.
+    sockets = {"transport": "ipc", "ip": str(path.with_name("kernel"))}
+    Client(notebook, timeout=60, config=Config(KernelManager=sockets)).execute()
     nbformat.write(notebook, path)
     return notebook, drawn, path
 

@@ -215,18 +215,18 @@ class _Panel(Display):
             self._picture.value, self._table.value = f'<p role="alert">{escape(str(error))}</p>', ""
             self._run.disabled = True
             return
-        running, refusal = not self._cancel.disabled, explorer.refusal_reason(**explorer.chosen)
-        self._run.disabled = running or bool(refusal)
-        self._table.value = self._table_html()
         data = base64.b64encode(png).decode()
         # In a narrow window the figure scrolls, before its letters are too small to read. Screen
-        # readers have the sentence from the image.
+        # readers have the sentence from the image. It comes first: each value is one more message.
         self._picture.value = (
             f'<div style="overflow-x: auto"><img src="data:image/png;base64,{data}"'
             f' alt="{escape(words)}" width="{round(explorer.size[0] * DPI)}"'
             f' style="max-width: 100%; min-width: {MIN_FIGURE_PIXELS}px"></div>'
             f'<p aria-hidden="true" style="max-width: 80ch">{escape(words)}.</p>'
         )
+        self._table.value = self._table_html()
+        running, refusal = not self._cancel.disabled, explorer.refusal_reason(**explorer.chosen)
+        self._run.disabled = running or bool(refusal)
         if not running:
             self._show_text(refusal)
 
