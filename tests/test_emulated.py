@@ -17,6 +17,7 @@ from labkit.launcher.run import make_run_request
 from labkit.runs.records import RecordWriter
 from labkit.session.emulated_device import EmulatedDevice
 from labkit.session.emulated_wire import Wire
+from labkit.session.meter import Meter
 from labkit.session.session import Session
 from labkit.theory import emulated_steps, two_dim
 from labkit.theory.emulated import read_emulated
@@ -128,6 +129,18 @@ def test_real_arithmetic_is_a_part_of_a_units_time():
         time.sleep(0.02)
         device.compute(50)
     assert 0.15 <= time.monotonic() - begun < 0.2
+
+
+def test_neither_samples_nor_the_profilers_start_are_a_part_of_a_units_time():
+    device, layer, writer = EmulatedDevice(Wire(Emulated(forward_ms=50))), nn.Linear(4, 4), RecordWriter(None, rank=0)
+    device.add_units([layer])
+    for step in Meter(writer, torch.device("cpu"), device).steps(1, units={"layer": [layer]}):
+        with step.untimed():
+            time.sleep(0.1)
+        layer(torch.ones(2, 4))
+    (forward,) = (line for line in writer.lines if line["kind"] == "bar" and line["name"] == "layer")
+    assert forward["start_us"] < 20_000 and forward["dur_us"] > 48_000
+    assert next(line["dur_us"] for line in writer.lines if line["kind"] == "span") > 48_000
 
 
 def test_a_unit_begins_when_what_it_waited_for_has_arrived():

@@ -179,6 +179,13 @@ def test_a_trace_without_a_step_is_refused():
         timeline.step_us_and_bars([event("aten::mm", 0, 1)])
 
 
+def test_what_is_untimed_is_cut_out_of_an_emulated_step():
+    drawn = [event("labkit::untimed", 10, 40), event("aten::randn", 15, 20), event("labkit::untimed", 60, 80)]
+    events = [event("labkit::step", 0, 100), *drawn, event("gloo:all_reduce", 50, 110)]
+    timeline.cut_untimed(events)
+    assert [(each["ts"], each["dur"]) for each in events] == [(0, 50), (10, 0), (10, 0), (30, 0), (20, 40)]
+
+
 def test_recording_leaves_nothing_behind(capfd, tmp_path):
     layer, wait, writer = nn.Linear(4, 4), torch.distributed.Work.wait, RecordWriter(tmp_path, rank=0)
     with timeline.profile_step(writer, 3, units={"layer": [layer]}):

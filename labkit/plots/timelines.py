@@ -156,7 +156,8 @@ def _draw_rank(ax: Axes, bars: pandas.DataFrame, top: float) -> None:
             _draw_lane(ax, lanes[name], top + row - 0.4)
     if "exposed" in lanes:
         spans = lanes["exposed"][["start", "length"]].to_numpy()
-        ax.broken_barh(spans, (top + 1.42, 0.14), color=style.EXPOSURE_COLOUR)
+        # Without an edge, which would show parts of less than a pixel as wide.
+        ax.broken_barh(spans, (top + 1.42, 0.14), facecolors=style.EXPOSURE_COLOUR, linewidth=0)
 
 
 def _finish_rows(ax: Axes, labels: dict[float, str], count: int) -> None:

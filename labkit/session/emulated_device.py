@@ -7,6 +7,7 @@ time has come. What the real arithmetic takes is part of that time, as long as i
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -24,6 +25,15 @@ class EmulatedDevice:
     def start_step(self) -> None:
         """Begin a step: what was late in the step before is not made up for."""
         self._end_s = time.monotonic()
+
+    def start_profiled_step(self) -> AbstractContextManager[list[tuple[float, float]]]:
+        """Begin a step, and note inside the returned context when messages are on a link."""
+        self.start_step()
+        return self.wire.note_transfers()
+
+    def pause(self, seconds: float) -> None:
+        """Let the clock stand still for what has just taken so long and does not belong to it."""
+        self._end_s += seconds
 
     def compute(self, ms: float) -> None:
         """Wait for as long as the device computes."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from labkit import torch_private
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
@@ -57,9 +58,13 @@ class Step:
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """Leave the code inside the block, such as drawing samples, out of the spans around it."""
-        start = self._meter.mark_time()
-        yield
-        self._untimed.append((start, self._meter.mark_time()))
+        start, emulated = self._meter.mark_time(), self._meter.emulated
+        with record_function(timeline.UNTIMED_MARK) if emulated else contextlib.nullcontext():
+            yield
+        end = self._meter.mark_time()
+        self._untimed.append((start, end))
+        if emulated:
+            emulated.pause(end - start)
 
     def record_scalar(
         self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
@@ -184,8 +189,8 @@ class Meter:
         if units:
             how: Any = {"units": units, "device": self.device.type}
             if self.emulated:
-                self.emulated.start_step()
-                how["note_transfers"] = self.emulated.wire.note_transfers
+                # Begins the step once the profiler has started, on all ranks.
+                how["note_transfers"] = self.emulated.start_profiled_step
             with timeline.profile_step(self.writer, count, **how):
                 yield Step(count, False, self)
             after()

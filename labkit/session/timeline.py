@@ -48,7 +48,7 @@ from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
 TraceEvent = dict[str, Any]
 NoteTransfers = Callable[[], contextlib.AbstractContextManager[list[tuple[float, float]] | None]]
 ROOT_UNIT = "root"
-STEP_MARK, WAIT_MARK = "labkit::step", "labkit::wait"
+STEP_MARK, WAIT_MARK, UNTIMED_MARK = "labkit::step", "labkit::wait", "labkit::untimed"
 FORWARD_MARK = "labkit::forward"
 # The gradient of a unit's output, then of its input, is known.
 BACKWARD_MARK, BACKWARD_END_MARK = "labkit::backward", "labkit::backward_end"
@@ -62,7 +62,10 @@ _FSDP_REQUESTS = {"FSDP::all_gather", "FSDP::post_backward_reduce"}
 _FSDP_COPIES = {*_FSDP_REQUESTS, "FSDP::all_gather_copy_out"}
 # Shorter gaps, in which nothing is waited for, do not split the compute of a unit.
 CPU_GAP_US, KERNEL_GAP_US = 100.0, 10.0
-_NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
+_NON_COMPUTE_PREFIXES = (
+    *(STEP_MARK, WAIT_MARK, UNTIMED_MARK),
+    *("c10d::", "_c10d_functional::", "record_param_comms"),
+)
 # A compiled program records only the latter.
 _WAIT_NAMES = (WAIT_MARK, "_c10d_functional::wait_tensor")
 # "!" marks compiled autograd on the caller's thread.
@@ -155,6 +158,7 @@ def profile_step(
         events = read_trace(path)
         if transfers is not None:
             move_to_transfers(events, [[second - begun_s for second in each] for each in transfers])
+            cut_untimed(events)
         write_profile(writer, step, *step_us_and_bars(events, device))
 
 
@@ -242,6 +246,15 @@ def move_to_transfers(events: list[TraceEvent], transfers: Sequence[Sequence[flo
     gloo = [event for event in events if event["name"].startswith("gloo:") and event["ts"] >= begun]
     for event, (start_s, end_s) in zip(sorted(gloo, key=itemgetter("ts")), transfers, strict=False):
         event["ts"], event["dur"] = begun + 1e6 * start_s, 1e6 * (end_s - start_s)
+
+
+def cut_untimed(events: Sequence[TraceEvent]) -> None:
+    """Take what is untimed out of a step: an emulated device does nothing meanwhile."""
+    for begin, took in [(e["ts"], e["dur"]) for e in events if e["name"] == UNTIMED_MARK][::-1]:
+        for event in events:
+            ends = event["ts"], event["ts"] + event["dur"]
+            start, end = (moment - min(took, max(0, moment - begin)) for moment in ends)
+            event["ts"], event["dur"] = start, end - start
 
 
 def step_us_and_bars(
