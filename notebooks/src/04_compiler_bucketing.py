@@ -6,7 +6,7 @@
 # gradients for that while the backward pass still runs. After this lab you can
 #
 # - write a small DDP, mend a silent mistake, and prove that it trains as one device does;
-# - predict what the size of a bucket does to a step, choose it, and measure what is exposed;
+# - predict what the size of a bucket does to a step, choose it, and measure how much sending lengthens a step;
 # - accumulate gradients over micro-batches without sending each of them;
 # - say what `torch.compile` does with a DDP model, and what switching that off costs.
 #
@@ -87,20 +87,25 @@ said_ms = prediction_text(mine_one["one_message_ms"])
 print(f"one message for all, ms: {60 + 180 + 15 + 120} by the formula, {all_ms:.0f} measured, yours: {said_ms}")
 
 # %% tags=["claim"]
-claim("one message for all takes 375 ms", abs(all_ms / 375 - 1) < 0.1)
-claim("390 and 295 ms", max(abs(each_ms / 390 - 1), abs(pairs_ms / 295 - 1)) < 0.1)
-claim("buckets of two layers win on both sides", pairs_ms < 0.9 * min(each_ms, all_ms))
+# Other programs delay a step. Here and below, times are claimed of runs that none disturbed, and their order of all runs.
+for said_ms, picture in zip((390, 295, 375), pictures.values(), strict=True):
+    claim(f"{said_ms} ms", abs(picture.value("step_ms") / said_ms - 1) < 0.15 or picture.cores_of_others)
+claim("buckets of two layers win on both sides", pairs_ms < min(each_ms, all_ms))
+for picture in pictures.values():
+    forward = picture.frame.query("kind == 'bar' and rank == 0 and phase == 'forward' and name != 'root'")
+    claim("six blocks of forward pass", forward["name"].nunique() == 6)
+    claim("which begin with the step", forward["start_us"].min() < 10e3)
 claim("106 of 161 hold 0.2 %", round(100 * 53_120 / (53_120 + 23_454_912 + 2_049_000), 1) == 0.2)
 
 # %% [markdown]
 # *One emulated step in three ways. Underlined is what is **exposed**: the rank waits and computes nothing. With buckets
 # nearly all but the last message hide behind the backward pass.*
 #
-# The figure has one recorded step of rank 0, and printed times are of timed steps of all ranks: some ms apart. The grey
-# line gives half of alpha, because a message takes the ring of two ranks two steps.
+# The figure shows one more step of rank 0, so its times are some ms off the printed ones. The grey line gives half of
+# alpha, because a message takes the ring of two ranks two steps.
 #
-# Alone, twelve gradients leave from 90 ms on, when `fc6` is done, and take 12 · 15 + 120 ms: 390 in all. In pairs of
-# layers the last bucket leaves after 240 ms and takes 15 + 40: 295.
+# Alone, the twelve gradients, a weight and a bias for each layer, leave from 90 ms on, when `fc6` is done. They take
+# 12 · 15 + 120 ms: 390 in all. In pairs of layers the last bucket leaves after 240 ms and takes 15 + 40: 295.
 #
 # *Takeaway: small buckets pay latency, and large ones have a long end that nothing hides.*
 #
@@ -164,7 +169,7 @@ dist.destroy_process_group()
 #
 # Each bucket is one flat row of gradients, and counts those that are missing. At 0 the reducer asks for an
 # all-reduce of the row, and returns at once, so that the backward pass goes on. Until somebody has waited for it, the
-# row is **in flight**. What does one find who reads it then? Such cells have `torch`, `dist` and `nn` already.
+# row is **in flight**. What does it hold meanwhile? A `%%torchrun` cell has `torch`, `dist` and `nn` already.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2
@@ -335,7 +340,8 @@ send_verdict
 
 # %% [markdown]
 # Together they average gradients as DDP does, here for 100 layers. `labkit.check` gives all ranks, and one device,
-# the same parameters and samples, and compares outputs and gradients of two steps, and the parameters after them: 602 tensors.
+# the same parameters and samples, and compares outputs and gradients of two steps, and the parameters after them:
+# 2 · (1 + 200) + 200 = 602 tensors.
 
 # %%
 plan = bucket_plan if plan_verdict.ok else assign_buckets
@@ -465,15 +471,57 @@ checks.put_into_row(put_into_row)
 #
 # All ranks must make the same collectives in the same order (lab 0). Your `send_full_buckets` sends a bucket as soon as
 # it is full, which needs the same order of gradients on all ranks. DDP does not rely on that. It fixes the order of its
-# buckets: bucket 1 never leaves before bucket 0, even if it is full.
+# buckets: bucket 1 never leaves before bucket 0, even if it is full. What does that cost?
 #
-# Suppose that one bucket travels at a time, for 3 ms. If four are ready after 4, 8, 12 and 16 ms, the last has arrived
-# after 19. If bucket 0 is ready last, after 16, it is 28: one late gradient holds up three full buckets.
+# ### Exercise 5: when has each bucket arrived? (•, {minutes} minutes)
 #
-# How does DDP find the order? By default the first backward pass sends everything in one bucket, and notes in which
-# order gradients become ready. Then DDP **rebuilds** its buckets in this order. With `find_unused_parameters=True`, for
-# models that leave out some parameters, the next step may use others. So the buckets follow a guess,
-# `model.parameters()` backwards, and stay.
+# `buckets` are lists of positions in `sizes` (bytes) and `ready` (the moment at which each gradient is ready, in ms).
+# A message costs `alpha` ms, and each byte `beta` ms. Buckets travel in their order, one at a time. Return the moment
+# at which each has arrived.
+#
+# <details><summary>Hint 1</summary>
+#
+# Which of a bucket's gradients completes it? And how often does a bucket pay alpha?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A bucket starts when it is full *and* the one before has arrived: at the later of the two moments.
+#
+# </details>
+
+
+# %%
+def arrivals(buckets: list[list[int]], sizes: list[int], ready: list[float], alpha: float, beta: float) -> list[float]:
+    ### BEGIN SOLUTION
+    arrived, end = [], 0
+    for bucket in buckets:
+        full = max(ready[place] for place in bucket)
+        start = max(full, end)
+        end = start + alpha + beta * sum(sizes[place] for place in bucket)
+        arrived.append(end)
+    return arrived
+    ### END SOLUTION
+
+
+# %%
+arrivals_verdict = checks.arrivals(arrivals)
+arrivals_verdict
+
+# %%
+arrive = arrivals if arrivals_verdict.ok else lambda *each: theory.arrivals(*theory.bucket_times(*each))
+orders = ([4, 8, 12, 16], [16, 4, 8, 12])  # when four buckets are full, in ms; each travels for 3 ms
+arrived_ms = [arrive([[0], [1], [2], [3]], [0] * 4, full_ms, 3, 0) for full_ms in orders]
+for full_ms, ends_ms in zip(orders, arrived_ms, strict=True):
+    print(f"full after {full_ms} ms, arrived after {ends_ms}")
+
+# %% [markdown]
+# If bucket 0 is full last, it holds up three full buckets: the last arrives after 28 ms instead of 19.
+#
+# How does DDP find a good order? By default the first backward pass sends everything in one bucket, and notes in which
+# order gradients become ready. Then DDP **rebuilds** its buckets in rank 0's order, which rank 0 broadcasts. With
+# `find_unused_parameters=True`, for models that leave out some parameters, the next step may use others. So DDP rebuilds
+# nothing, and the buckets follow a guess, `model.parameters()` backwards.
 #
 # In the model below `fc1` stands last and is used first, so the guess is wrong. Each layer has a bucket of its
 # own. `--use` takes the model to the ranks, and what they `report` is then in `ordered`, the `--name`. DDP warns that no
@@ -522,7 +570,7 @@ early = {name: noted[f"{name}, step 1"].split("fc1")[0].count("leaves") for name
 pandas.DataFrame({"yours": mine_early, "measured": early}).convert_dtypes().astype(object).fillna("no prediction")
 
 # %% tags=["claim"]
-claim("28 ms instead of 19", [theory.arrivals(r, [3] * 4)[-1] for r in ([4, 8, 12, 16], [16, 4, 8, 12])] == [19, 28])
+claim("28 ms instead of 19", [each[-1] for each in arrived_ms] == [19, 28])
 claim("the first step has one bucket", noted["default, step 0"].count("leaves") == 1)
 claim("then each leaves at once", noted["default, step 1"].startswith("fc4 [bucket 0 leaves] fc3 [bucket 1 leaves]"))
 late = [noted[f"find_unused, step {step}"].startswith("fc4 fc3 fc2 fc1 [bucket 0 leaves]") for step in range(2)]
@@ -536,42 +584,6 @@ claim("with the option all wait for fc1, in every step", all(late) and early == 
 #
 # ## 6. Which size pays? ({minutes} minutes)
 #
-# ### Exercise 5: when has each bucket arrived? (•, {minutes} minutes)
-#
-# `buckets` are lists of positions in `sizes` (bytes) and `ready` (the moment at which each gradient is ready, in ms).
-# A message costs `alpha` ms, and each byte `beta` ms. Buckets travel in their order, one at a time. Return the moment
-# at which each has arrived.
-#
-# <details><summary>Hint 1</summary>
-#
-# Which of a bucket's gradients completes it? And how often does a bucket pay alpha?
-#
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# A bucket starts when it is full *and* the one before has arrived: at the later of the two moments.
-#
-# </details>
-
-
-# %%
-def arrivals(buckets: list[list[int]], sizes: list[int], ready: list[float], alpha: float, beta: float) -> list[float]:
-    ### BEGIN SOLUTION
-    arrived, end = [], 0
-    for bucket in buckets:
-        full = max(ready[place] for place in bucket)
-        start = max(full, end)
-        end = start + alpha + beta * sum(sizes[place] for place in bucket)
-        arrived.append(end)
-    return arrived
-    ### END SOLUTION
-
-
-# %%
-arrivals_verdict = checks.arrivals(arrivals)
-arrivals_verdict
-
-# %% [markdown]
 # `bucket_plan` and `arrivals` together say when the backward pass ends: with the last arrival. We train three networks,
 # each on hardware of its own:
 #
@@ -598,10 +610,8 @@ mine_best = commit(deep=None, wide=None, far=None)
 mine_best = commit(deep=0.25, wide=0.5, far=25)
 ### END SOLUTION
 
+
 # %%
-arrive = arrivals if arrivals_verdict.ok else lambda *each: theory.arrivals(*theory.bucket_times(*each))
-
-
 def backward_ms(network: dict[str, float], bucket_mb: float) -> float:
     """Return the end of the backward pass, as your functions predict it."""
     sizes = [size for _, size in theory.chain_gradients(network["dim"], layers=network["layers"])]
@@ -631,25 +641,24 @@ you_said = {name: f"{prediction_text(mb, 'g')} MiB" for name, mb in mine_best.it
 pandas.DataFrame({"yours": you_said, "formula": best, "measured": fastest})
 
 # %% tags=["claim"]
-errors = [abs(ends[mb] / predicted_ms[name][mb] - 1) for name, ends in measured_ms.items() for mb in ends]
-claim("the formula is within 10 %", max(errors) < 0.1)
-claim("the best size that it names is the measured best", best == fastest)
 claim("three networks, three best sizes", best == {"deep": "0.25 MiB", "wide": "0.5 MiB", "far": "25 MiB"})
+for name, result in curves.items():
+    errors = [abs(took_ms / predicted_ms[name][mb] - 1) for mb, took_ms in measured_ms[name].items()]
+    claim("the formula is within 15 %", max(errors) < 0.15 or result.cores_of_others)
+    claim("the best size that it names is the measured best", best[name] == fastest[name] or result.cores_of_others)
 for name in ("deep", "wide"):
     first_ms, *_, last_ms = measured_ms[name].values()
-    claim("both ends lose", min(first_ms, last_ms) > 1.15 * measured_ms[name][best[name]])
-    claim("25 MiB loses by more than a quarter", last_ms > 1.25 * measured_ms[name][best[name]])
-claim("where ranks are far apart, 25 MiB wins", measured_ms["far"]["0.2 MiB"] > 1.1 * measured_ms["far"]["25 MiB"])
+    claim("both ends lose", min(first_ms, last_ms) > measured_ms[name][best[name]])
+claim("where ranks are far apart, 25 MiB wins", fastest["far"] == "25 MiB")
 
 # %% [markdown]
-# *The backward pass with your `small_ddp`, emulated; dashed, your formula. In the first two networks both ends lose,
-# 25 MiB by over a quarter. Where latency is high, 25 MiB wins.*
+# *The backward pass with your `small_ddp`, emulated; dashed, your formula. In the first two networks both ends lose.
+# Where latency is high, 25 MiB wins.*
 #
 # The emulated wire waits by the same alpha and beta that your formula has. So the agreement tests the schedule, which
 # bucket starts when, and says nothing about a real wire (section 7).
 #
-# The smallest bucket whose messages still keep up with the backward pass is about the best, and 04b has its formula. If
-# the bytes alone take longer than the backward pass, no size hides them.
+# The smallest bucket whose messages still keep up with the backward pass is about the best, and 04b has its formula.
 #
 # *Takeaway: predict with alpha, beta and the backward pass: the last message counts, and whether the others hide.*
 #
@@ -658,7 +667,8 @@ claim("where ranks are far apart, 25 MiB wins", measured_ms["far"]["0.2 MiB"] > 
 # A large batch that does not fit into memory is computed in several **micro-batches**, whose gradients add up. Their
 # mean over the ranks is needed only once: in `with model.no_sync():` DDP sends nothing.
 #
-# It takes effect in the *forward* pass, where DDP decides whether the hooks of the backward pass will send.
+# It takes effect in the *forward* pass, where DDP decides whether the hooks of the backward pass will send; 04b counts
+# what leaves if only the backward pass is inside.
 #
 # ### Exercise 6: accumulate (•, {minutes} minutes)
 #
@@ -697,25 +707,27 @@ checks.accumulate(accumulate)
 
 # %% [markdown]
 # What does it save? A step inside `no_sync` sends nothing, so what a step outside takes longer is exposed. The next
-# cell measures that, **without emulation, on this machine**, with DDP's default sizes, too; and alpha and beta, by two
+# cell measures that **without emulation, on this machine**, and each step's CPU time, too; and alpha and beta, by two
 # all-reduces. On GPUs, call `torch.cuda.synchronize()` before each look at the clock.
 
 # %% tags=["nbval-ignore-output"]
-# %%torchrun -n 2
+# %%torchrun -n 2 --name on_cpu
 import time
 from statistics import median
 
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.rank import report
+
 
 def median_ms(act, *values):
-    took_s = []
+    took = []
     for _ in range(5):
         dist.barrier()  # all ranks begin together
-        begun_s = time.perf_counter()
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
         act(*values)
-        took_s.append(time.perf_counter() - begun_s)
-    return 1e3 * median(took_s)
+        took.append((time.perf_counter() - begun_s, time.process_time() - cpu_s))
+    return [1e3 * median(each) for each in zip(*took, strict=True)]
 
 
 def step(model):
@@ -723,30 +735,35 @@ def step(model):
 
 
 dist.init_process_group()
-alpha_ms, many_ms = [median_ms(dist.all_reduce, torch.ones(count)) for count in (1, 2**23)]
-found = [f"alpha {alpha_ms:.2f} ms, beta {many_ms / 32:.2f} ms for each MiB"]
-for size_mb in (0.001, None, 1000):  # None is DDP's default: 1, then 25
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]), bucket_cap_mb=size_mb)
-    step_ms = median_ms(step, model)
-    with model.no_sync():
-        silent_ms = median_ms(step, model)
-    found += [f"{size_mb} MiB: step {step_ms:.0f} ms, in no_sync {silent_ms:.0f}, exposed {step_ms - silent_ms:.0f}"]
+alpha_ms, many_ms = [median_ms(dist.all_reduce, torch.ones(count))[0] for count in (1, 2**23)]
+model = DistributedDataParallel(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]))
+step_ms, cpu_ms = median_ms(step, model)
+with model.no_sync():
+    silent_ms, silent_cpu_ms = median_ms(step, model)
+report(cpu_ms=cpu_ms, silent_cpu_ms=silent_cpu_ms)
 if dist.get_rank() == 0:
-    print(*found, sep="\n")
+    print(f"alpha {alpha_ms:.2f} ms, beta {many_ms / 32:.2f} ms for each MiB")
+    print(f"step {step_ms:.0f} ms, in no_sync {silent_ms:.0f}: exposed {step_ms - silent_ms:.0f}")
+    print(f"CPU time {cpu_ms:.0f} ms, in no_sync {silent_cpu_ms:.0f}: sending {cpu_ms - silent_cpu_ms:.0f}")
+
+# %% tags=["claim"]
+cpu = on_cpu.ranks[0].reported
+claim("sending takes CPU time", cpu["cpu_ms"] > 1.15 * cpu["silent_cpu_ms"])
 
 # %% [markdown]
-# With k micro-batches, `no_sync` saves the exposed time of k − 1. Take the recipe and not the numbers: here ranks and
-# messages share a few cores, so that little hides. `torch.profiler` shows *which* message is exposed.
+# Take the recipe and not the numbers: here sending takes CPU time from the cores that compute, so that buckets hide
+# little, while a GPU and a network card work side by side. With k micro-batches, `no_sync` saves the exposed time of
+# k − 1. `torch.profiler` shows *which* message is exposed.
 #
 # *Takeaway: all micro-batches but the last go into `no_sync`, forward pass included; divide each loss by their number.*
 #
 # ## 8. What `torch.compile` does with the buckets ({minutes} minutes)
 #
-# The compiler makes a **graph**, a list of operations, of the forward pass, and one program of it and one of its
+# The compiler writes a model's operations into a **graph**, and makes two programs of it, for the forward and the
 # backward pass. But *one* backward program hands over all gradients at its end.
 #
-# So by default PyTorch **cuts the graph where buckets end**. The part that does it, DDPOptimizer, plans buckets of its
-# own, from whole layers, and gives each piece a backward program of its own; between two of them the hooks fire.
+# So by default PyTorch **cuts the graph where buckets end**. Its DDPOptimizer plans buckets of its own, from whole
+# layers, and gives each piece a backward program; between two of them the hooks fire.
 #
 # Below, six layers of 600 × 600, 1.4 MiB each, are compiled with `bucket_cap_mb=1`, once cut and once whole. The cell
 # logs each backward program, the gradients that it completes (`fc6` is `fc6.weight`), and the buckets that leave.
@@ -806,10 +823,10 @@ HOW = {"bucket_mb": 1.0, "timeline": True, "emulate": wire}
 compiled = labkit.compare("ddp_compile", programs, rounds=1, **HOW, **TRAIN, **LARGE)
 plain, cut, whole = compiled.values()
 _ = plots.timelines_by_run(compiled)
-found = {"cut_ms": cut.value("step_ms"), "whole_ms": whole.value("step_ms")}
-formula = {"cut_ms": 60 + 180 + 25 + 15, "whole_ms": 60 + 180 + 7 * 15 + 60}
-table = pandas.DataFrame({"yours": mine_compiled, "formula": formula, "measured": found})
-table.round().convert_dtypes().astype(object).fillna("no prediction")
+found = {"not_compiled_ms": plain.value("step_ms"), "cut_ms": cut.value("step_ms"), "whole_ms": whole.value("step_ms")}
+formula = {"not_compiled_ms": 60 + 180 + 25, "cut_ms": 60 + 180 + 25 + 15, "whole_ms": 60 + 180 + 7 * 15 + 60}
+table = pandas.DataFrame({"yours": mine_compiled, "formula": formula, "measured": found}, index=list(formula))
+table.astype(float).round().convert_dtypes().astype(object).fillna("–")
 
 # %% tags=["claim"]
 logs = {name: "".join(seen).split("\n  program:")[1:] for name, seen in logged.ranks[0].reported.items()}
@@ -827,10 +844,14 @@ claim("seven messages, cut or whole", in_log == counts == [7, 7])
 claim("a graph for each bucket, or one", (cut.value("graphs"), whole.value("graphs")) == (6, 1))
 both_s = [emulated_steps.ddp_step_s(wire, RANKS, bucket_mb=1.0, way=way, **LARGE) for way in ("eager", "compiled")]
 claim("265 ms, and 15 more when cut", [round(1e3 * step_s) for step_s in both_s] == [265, formula["cut_ms"]])
-claim("the formula is within 10 %", all(abs(found[name] / formula[name] - 1) < 0.1 for name in formula))
-claim("as one graph it is slower by more than a third", whole.value("step_ms") > 1.33 * cut.value("step_ms"))
 exposed = [result.value("exposed_communication") / result.value("communication") for result in (cut, whole)]
-claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.4 and exposed[1] > 0.9)
+claim(
+    "cut, more of the sending hides, and the step is shorter",
+    exposed[0] < exposed[1] and found["cut_ms"] < found["whole_ms"],
+)
+if not any(result.cores_of_others for result in compiled.values()):
+    claim("the formula is within 15 %", all(abs(found[name] / formula[name] - 1) < 0.15 for name in formula))
+    claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.5 and exposed[1] > 0.85)
 
 # %% [markdown]
 # *Numbers in bars count backward programs; a thin line later is a mean put in place. Cut, the compiled model sends during
