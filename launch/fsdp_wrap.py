@@ -27,7 +27,12 @@ from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks
-from labkit.parallel.fsdp import GATHER_DTYPES, apply_fsdp, random_block_index
+from labkit.parallel.fsdp import (
+    GATHER_DTYPES,
+    apply_fsdp,
+    prefetch_in_order,
+    random_block_index,
+)
 from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, choose_block_types, fsdp_units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
@@ -58,7 +63,9 @@ class Config:
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass, and gather them again for the backward."""
     prefetch: bool = False
-    """Gather a unit while the one before it computes, on gloo as well (NCCL does so anyway)."""
+    """Gather a unit while the one before it computes, on gloo as well (NCCL does so anyway); which
+    one that is, prefetch of use= may choose.
+    """
     checkpointing: bool = False
     """Recompute the blocks' activations in the backward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -127,6 +134,12 @@ def small_fsdp(unit: nn.Module) -> nn.Parameter:
     return shard_unit(unit)
 
 
+@rank.replaceable
+def prefetch(blocks: Sequence[nn.Module]) -> None:
+    """Let each unit start the gather of the one that computes after it; called before training."""
+    prefetch_in_order(blocks)
+
+
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
@@ -175,8 +188,9 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         return shards, units
     # Last, because what FSDP shards must not be replaced or rounded any more.
     skip = forgotten_blocks(config, lab, lab.block_types)
-    names = ("wrap", "fsdp", "precision", "reshard_after_forward", "prefetch")
+    names = ("wrap", "fsdp", "precision", "reshard_after_forward")
     chosen: Any = {name: getattr(config, name) for name in names}
+    chosen["prefetch"] = config.prefetch and prefetch
     return apply_fsdp(lab, mesh, skip=skip, is_unit=is_unit, **chosen)
 
 

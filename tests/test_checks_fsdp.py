@@ -1,7 +1,6 @@
 """labkit_course.checks.fsdp: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from fixture_long import long_but
@@ -15,7 +14,6 @@ from labkit_course.checks import fsdp_at_work as at_work
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 HEADS = {
     "fewest_ranks": "def ranks(parameters: int, largest_unit: int, memory_bytes: int) -> int:",
-    "memory_plan": "def plan() -> dict:",
     "exposed_ms": "def exposed(computing: list[tuple[float, float]], messages: list[tuple[float, float]]) -> float:",
     "shard_model": "def wrap(model: nn.Module, group: int) -> None:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
@@ -30,8 +28,6 @@ SOLUTIONS = {
         return sum(end - start for start, end in messages) - sum(hidden)
     """,
 }
-SMALL = {"model": "mlp_stack", "dim": 128, "batch": 64, "steps": 1}
-PLAN = "return {'wrap': 'block', 'checkpointing': True, 'peak_mb': 1}"
 
 
 @pytest.fixture
@@ -42,8 +38,8 @@ def answer(answer_to):
 
 @pytest.fixture(scope="module")
 def planned():
-    """A run of fsdp_wrap as a plan starts it."""
-    return labkit.run("fsdp_wrap", nproc=2, wrap="block", **SMALL)
+    """A run of fsdp_wrap whose blocks are all units."""
+    return labkit.run("fsdp_wrap", nproc=2, wrap="block", model="mlp_stack", dim=128, batch=64, steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +49,7 @@ def forgetful():
 
 
 def judge(check, given):
-    arguments = {"memory_plan": (1, 1)}
-    module = checks if hasattr(checks, check) else at_work
-    return getattr(module, check)(given, *arguments.get(check, ()))
+    return getattr(checks if hasattr(checks, check) else at_work, check)(given)
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -92,17 +86,6 @@ WRONG_ANSWERS = {
         (changed("exposed_ms", "max(0, ", "("), "(28.0, 29.0)]) gave "),
         ("hidden = 0", "gave None, not a number"),
     ],
-    "memory_plan": [
-        ("return 'block'", "the plan is 'block', not a dict such as {'wrap': 'root'}"),
-        ("return {'batch': 1}", "'batch' is not for the plan to choose: take some of wrap, checkpointing, resh"),
-        ("return {'wrap': 'leaf'}", "wrap = 'leaf' is none of 'none', 'root', 'block', 'layer'"),
-        ("return {'checkpointing': 1}", "checkpointing = 1 is none of False, True"),
-        ("return {'wrap': ['block']}", "wrap = ['block'] is none of"),
-        ("return {'wrap': 'root'}", "the plan has no peak_mb: predict its peak before it is run"),
-        ("return {'peak_mb': -1}", "peak_mb = -1 is not the MB of a peak"),
-        ("return {'peak_mb': True}", "peak_mb = True is not the MB of a peak"),
-        ("return {'wrap': root}", "plan() raised NameError: name 'root' is not defined"),
-    ],
 }  # fmt: skip
 
 
@@ -114,59 +97,6 @@ def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, 
     verdict = judge(check, answer(check, body))
     assert verdict.state == "wrong"
     assert reason in repr(verdict)
-
-
-def test_a_plan_is_launched_and_passes_within_its_limits(answer):
-    layers = theory.mlp_stack_layers("block", 128)
-    peak_mb = theory.fsdp_step_peak(layers, 512, 2, checkpointing=True)["total"] / 1e6
-    given = answer("memory_plan", PLAN.replace("'peak_mb': 1", f"'peak_mb': {peak_mb}"))
-    verdict = checks.memory_plan(given, 7_500_000, 6, **SMALL)
-    assert repr(verdict) == (
-        "passed: below the bound, with 6 all-gathers a step, and 6 are allowed, and your peak_mb is within 10 % of the "
-        f"measured {peak_mb:.1f} MB"
-    )
-    verdict = checks.memory_plan(answer("memory_plan", PLAN), 7_500_000, 6, **SMALL)
-    assert "the plan keeps both limits, but peak_mb = 1 is 8" in repr(verdict)
-
-
-def test_a_plan_over_its_limits_is_told_by_how_much(answer, planned, monkeypatch):
-    asked = []
-    monkeypatch.setattr(labkit, "run", lambda *program, **parameters: asked.append((program, parameters)) or planned)
-    given = answer("memory_plan", "return {'checkpointing': False, 'reshard_after_forward': True, 'peak_mb': 1}")
-    peak = planned.value("peak_total_bytes")
-    said = [
-        repr(checks.memory_plan(given, bound, gathers, **SMALL))
-        for bound, gathers in ((int(peak / 1.2), 6), (int(peak) - 100, 6), (int(peak), 3), (int(peak / 3), 5))
-    ]
-    begins = "wrong: the peak is 20 % above the bound. Of the parts that a plan can change, the largest is "
-    assert said[0].startswith(begins)
-    assert said[0].removeprefix(begins).split()[0] in ("activations.", "temporary,")  # equal but for 500 bytes
-    assert said[1].startswith("wrong: the peak is less than 1 % above the bound. ")
-    assert said[2].startswith("wrong: 6 all-gathers a step are too many, expected at most 3. Large units, and units")
-    assert said[3].startswith("wrong: the peak is 200 % above the bound. ")
-    choice = {"checkpointing": False, "reshard_after_forward": True}
-    assert asked == [(("fsdp_wrap",), {"nproc": 2, **SMALL, **choice})] * 4
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            labkit.RankFailed(1, "ValueError", "no such block", "", Path("log")),
-            "wrong: the plan does not run: on rank 1, ValueError: no such block",
-        ),
-        (
-            labkit.RunTimedOut(1, {}, {}),
-            "wrong: a run with this plan had no end after 1 s; raise timeout_s if it is only slow",
-        ),
-    ],
-)
-def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monkeypatch):
-    def run(*program, **parameters):
-        raise error
-
-    monkeypatch.setattr(labkit, "run", run)
-    assert repr(checks.memory_plan(answer("memory_plan", PLAN), 1, 1)) == said
 
 
 def test_bars_of_a_lane_are_those_of_rank_0_and_what_is_exposed_is_behind_no_other(tmp_path):

@@ -46,7 +46,6 @@ IN_THE_NOTEBOOK = [
     (spatial.halo_bytes, ()),
     (spatial_at_work.activation_bytes, ()),
     (fsdp.fewest_ranks, ()),
-    (fsdp.memory_plan, (1, 1)),
     (fsdp_at_work.exposed_ms, ()),
     (fsdp_at_work.peak_bytes, ()),
     (fsdp_at_work.gradients_agree, ()),

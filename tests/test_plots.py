@@ -221,7 +221,7 @@ def test_what_a_phase_takes_beyond_its_arithmetic_is_hatched():
     ax = plots.latency_bars({"one": run(1), "two": run(2, factor=2.0)}, arithmetic={"forward": 12, "backward": 15})
     hatched = [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_hatch() and bar.get_width()]
     assert hatched == pytest.approx([(25, 5), (12, 8), (35, 25)]), "the optimizer's part has no arithmetic"
-    assert labels_of(ax) == ["forward", "backward", "optimizer", "exposed"]
+    assert labels_of(ax) == ["forward", "backward", "optimizer", "beyond arithmetic"]
 
 
 def test_a_step_without_phases_is_drawn_whole():

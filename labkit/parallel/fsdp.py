@@ -36,6 +36,7 @@ from labkit.parallel.checkpointing import BlockTypes, UnitRule, find_blocks
 from labkit.parallel.fsdp1 import apply_fsdp1, fsdp1_units
 from labkit.parallel.units import ROOT, Units, choose_block_types, fsdp_units, inner_first
 
+Prefetch = Callable[[Sequence[nn.Module]], None]
 WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
 Precision = Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"]
 GATHER_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,14 +97,18 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "data"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["data"]
 
 
-def enable_prefetch(model: nn.Module, units: Units) -> None:
+def prefetch_in_order(blocks: Sequence[nn.Module]) -> None:
+    """Let each block start the gather of the next one, in the order of this list."""
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def enable_prefetch(model: nn.Module, units: Units, prefetch: Prefetch = prefetch_in_order) -> None:
     """Gather each unit's parameters while the unit before it computes, in both directions."""
     # NCCL's streams overlap anyway. Gloo has none, so FSDP2 waits for an all-gather right after it
     # starts, unless told not to (no public name, up to 2.13). It still waits for reduce-scatters.
     model._set_unshard_async_op(True)  # type: ignore[operator]
-    blocks = [modules[0] for name, modules in units.items() if name != ROOT]
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    prefetch([modules[0] for name, modules in units.items() if name != ROOT])
 
 
 def apply_fsdp(
@@ -117,7 +122,7 @@ def apply_fsdp(
     precision: Precision = "fp32",
     offload: bool = False,
     reshard_after_forward: bool = True,
-    prefetch: bool = False,
+    prefetch: bool | Prefetch = False,  # a function chooses which unit each one asks for
     is_unit: UnitRule | None = None,
     min_numbers: int = 1,  # parameters that make a unit if wrap is size
     ignore: Collection[str] = (),
@@ -153,7 +158,7 @@ def apply_fsdp(
     shared |= {"mp_policy": policy, "offload_policy": pinned if offload else None}
     units = apply_fsdp2(model, mesh, **shared)
     if prefetch:
-        enable_prefetch(model, units)
+        enable_prefetch(model, units, prefetch_in_order if prefetch is True else prefetch)
     return model, units
 
 

@@ -110,7 +110,7 @@ def latency_bars(
 
     Steps of programs that do not time these phases are drawn whole.
     ``predicted`` are theory's milliseconds of a step, drawn dashed across the bars. ``arithmetic``
-    are milliseconds by phase: what a phase takes beyond them, its exposed part, is hatched.
+    are milliseconds by phase: what a phase takes beyond them, exposed or overhead, is hatched.
     """
     ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
     phases, times = style.PHASE_COLOURS, {}
@@ -126,7 +126,7 @@ def latency_bars(
     if arithmetic:
         for row, parts in enumerate(times.values()):
             _hatch_exposed(ax, row, parts, arithmetic)
-        handles.append(Patch(**EXPOSED_LOOK, label="exposed"))
+        handles.append(Patch(**EXPOSED_LOOK, label="beyond arithmetic"))
     for row, label in enumerate(results):
         if predicted and label in predicted:
             ends.append(predicted[label])

@@ -3,18 +3,15 @@
 import copy
 import inspect
 import linecache
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import labkit
-from labkit.parallel.fsdp import WrapMode
 from labkit.parallel.small_fsdp import flatten_tensors, split_flat
 from labkit.theory import fsdp as theory
 from labkit_course.checks import judge
@@ -38,33 +35,6 @@ ERROR_HINTS = {
     "linear(): argument 'input'": "a hook returned something, and it replaced the inputs",
 }
 judge_on_group = partial(judge_on_ranks, "fsdp", sizes=SIZES, waiting=WAIT_HINT, hints=ERROR_HINTS)
-# The categories of memory, by the words of the figures' legend.
-TEMPORARY_TEXT = "temporary, gradients of activations among it"
-CATEGORY_TEXT = {
-    "temp": TEMPORARY_TEXT,
-    "unsharded_gradient": TEMPORARY_TEXT,
-    "inputs": TEMPORARY_TEXT,
-    "buffer": TEMPORARY_TEXT,
-    "other": TEMPORARY_TEXT,
-    "activation": "activations",
-    "unsharded_parameter": "gathered parameters",
-    "all_gather": "communication buffers",
-    "reduce_scatter": "communication buffers",
-    "parameter": "parameters",
-    "gradient": "gradients",
-    "optstate": "optimizer state",
-    "optimizer": "optimizer state",
-}
-# What a rank keeps between steps: no plan that wraps anything changes it.
-PERSISTENT_CATEGORIES = ["parameter", "gradient", "optstate"]
-# How far off a plan's predicted peak may be.
-PEAK_TOLERANCE = 0.1
-# What a memory plan may choose.
-PLAN_CHOICES: dict[str, tuple[Any, ...]] = {
-    "wrap": get_args(WrapMode),
-    "checkpointing": (False, True),
-    "reshard_after_forward": (True, False),
-}
 
 
 @exercise
@@ -279,6 +249,39 @@ def _judge_gradient(
     judge.expect_close(got, right, said, likely, "wrong", hint=hint, **TOLERANCES)
 
 
+@exercise
+def prefetch(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 5: start each block's gather while the block before computes, on real ranks.
+
+    The blocks compute in another order than that of the list that the answer gets.
+    """
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        order = ranks_fsdp.BLOCK_ORDERS[ranks]
+        # FSDP itself gathers the first block, when the pass begins.
+        right = [order[:2], *([place] for place in order[2:]), []]
+        # The first step shows the order, and need not prefetch.
+        for step, asked in enumerate(sent["asked"][1:], start=2):
+            for (place, gathers), following in zip(asked, right, strict=True):
+                said = f"in step {step}, just before block {place} computes, blocks begin to be"
+                said += f" gathered: {_places_text(gathers)}"
+                wanted = [*following]
+                hint = "Each block starts the gather of the one that computes next, and no other."
+                if not following:
+                    hint = "It is the last block: nothing computes after it in this pass."
+                elif following[-1] not in gathers and place + 1 in gathers:
+                    hint = "The list has another order than the forward pass: note that in a hook."
+                judge.expect(gathers == wanted, said, _places_text(wanted), hint)
+
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="prefetch")
+    return judge.passing_verdict(f"on {SIZES_TEXT} ranks each gather starts one block ahead")
+
+
+def _places_text(places: Sequence[int]) -> str:
+    """Name blocks by their places in the list; -1 stands for a call that gathers no block."""
+    return " and ".join(map(str, places)).replace("-1", "something else") or "none"
+
+
 def sums_divided_wrongly(mean: Tensor, ranks: int) -> dict[str, Tensor]:
     """Return what an answer gives that knows another number of ranks, by the words for it."""
     others = {*SIZES} - {ranks}
@@ -306,78 +309,6 @@ def replace_source_line(
     exec(compile(text, file, "exec"), known)
     mutant: Callable[..., Any] = known[name]
     return mutant
-
-
-@exercise
-def memory_plan(
-    answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any
-) -> Verdict:
-    """Exercise 5: a plan for real ranks, ``PLAN_CHOICES``, within two limits.
-
-    ``bound_bytes`` limits a rank's peak of all categories together; runs differ by some kB, so it
-    should leave 1 %. ``gathers`` limits the all-gathers in a step. ``setup`` holds the other
-    parameters of fsdp_wrap; 2 ranks by default. The plan's ``peak_mb`` predicts the peak.
-    """
-    plan = judge.call_answer(answer)
-    choices, peak_mb = _split_plan(plan)
-    # Only a real run shows what a plan costs.
-    try:
-        result = labkit.run("fsdp_wrap", **({"nproc": 2} | setup | choices))
-    except labkit.RankFailed as failure:
-        error = f"on rank {failure.rank}, {failure.exc_type}: {failure.message}"
-        raise judge.WrongAnswer(f"the plan does not run: {error}") from failure
-    except labkit.RunTimedOut as stopped:
-        said = f"a run with this plan had no end after {stopped.timeout_s:g} s"
-        raise judge.WrongAnswer(f"{said}; raise timeout_s if it is only slow") from stopped
-    # The verdict names no more than tenths of a MB, because runs differ by some kB.
-    peak_bytes = result.value("peak_total_bytes")
-    excess = peak_bytes / bound_bytes - 1
-    percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
-    hint = f"Of the parts that a plan can change, the largest is {_largest_category(result)}."
-    judge.expect(excess <= 0, f"the peak is {percent} above the bound", hint=hint)
-    counted = collective_count(result, "all_gather")
-    hint = "Large units, and units that stay after the forward pass, are gathered less often."
-    said = f"{counted} all-gathers a step are too many"
-    judge.expect(counted <= gathers, said, f"at most {gathers}", hint)
-    seen = f"{counted} all-gathers a step, and {gathers} are allowed"
-    miss = 1e6 * peak_mb / peak_bytes - 1
-    side, tolerance = "large" if miss > 0 else "small", f"{100 * PEAK_TOLERANCE:.0f} %"
-    off = f"{100 * abs(miss):.0f} % too {side}"
-    said = f"the plan keeps both limits, but peak_mb = {peak_mb:g} is {off}"
-    hint = "Which activations stay, and which of them stand for one block at a time?"
-    judge.expect(abs(miss) <= PEAK_TOLERANCE, said, f"within {tolerance}", hint)
-    foreseen = f"and your peak_mb is within {tolerance} of the measured {peak_bytes / 1e6:.1f} MB"
-    return judge.passing_verdict(f"below the bound, with {seen}, {foreseen}")
-
-
-def _split_plan(plan: Any) -> tuple[dict[str, Any], float]:
-    """Return a plan's parameters of the run and its predicted peak in MB; expect valid ones."""
-    said = f"the plan is {judge.value_text(plan)}"
-    judge.expect(isinstance(plan, dict), f"{said}, not a dict such as {{'wrap': 'root'}}")
-    choices = {name: value for name, value in plan.items() if name != "peak_mb"}
-    for name, value in choices.items():
-        said = f"{name!r} is not for the plan to choose: take some of {', '.join(PLAN_CHOICES)}"
-        judge.expect(name in PLAN_CHOICES, said)
-        # 1 equals True, so the types are compared as well.
-        allowed = PLAN_CHOICES[name]
-        known = any(type(value) is type(choice) and value == choice for choice in allowed)
-        said = f"{name} = {judge.value_text(value)} is none of {', '.join(map(repr, allowed))}"
-        judge.expect(known, said)
-    judge.expect("peak_mb" in plan, "the plan has no peak_mb: predict its peak before it is run")
-    peak_mb = plan["peak_mb"]
-    is_size = isinstance(peak_mb, Real) and not isinstance(peak_mb, bool)
-    said = f"peak_mb = {judge.value_text(peak_mb)} is not the MB of a peak"
-    judge.expect(is_size and 0 < peak_mb < math.inf, said)
-    return choices, peak_mb
-
-
-def _largest_category(result: labkit.RunResult) -> str:
-    """Return the largest peak among the categories of memory that a plan can change."""
-    peaks = result.summary().filter(regex="^peak_(?!total_).*_bytes$").max()
-    peaks.index = peaks.index.str.removeprefix("peak_").str.removesuffix("_bytes")
-    kept = [] if result.params["wrap"] == "none" else PERSISTENT_CATEGORIES
-    words = peaks.drop(kept, errors="ignore").groupby(CATEGORY_TEXT).sum()
-    return str(words.idxmax())
 
 
 def collective_count(result: labkit.RunResult, collective: str) -> int:

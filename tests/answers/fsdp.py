@@ -1,37 +1,12 @@
 """Lab 2."""
 
 import functools
-from types import SimpleNamespace
-from unittest import mock
-
-import pandas
 
 import answers
-import labkit
 from answers import Exercise
-from labkit.theory import fsdp as theory
 from labkit_course.checks import fsdp as checks
 
 changed = functools.partial(answers.changed, "02")
-
-
-def as_theory_says(program, **plan):
-    """What a run of the stack would give, without one."""
-    layers = theory.mlp_stack_layers(plan["wrap"], 128, 8)
-    peak = theory.fsdp_step_peak(layers, 256, 4, checkpointing=plan.get("checkpointing", False))
-    peaks = {f"peak_{name}_bytes": [size] for name, size in peak.items()}
-    counts = theory.step_collectives(layers, 4, reshard_after_forward=plan.get("reshard_after_forward", True))
-    frame = pandas.DataFrame(peaks | {name: [size] for name, size in counts.items()})
-    return SimpleNamespace(params=plan, summary=lambda: frame, value=lambda name: float(frame[name].max()))
-
-
-def memory_plan(answer):
-    root = theory.fsdp_step_peak(theory.mlp_stack_layers("root", 128, 8), 256, 4)["total"]
-    # The lab's answer starts from the bar of a run that it has measured before.
-    if hasattr(answer, "__globals__"):
-        answer.__globals__.update(runs={"block": as_theory_says("", wrap="block")}, TOKENS=256, DIM=128)
-    with mock.patch.object(labkit, "run", as_theory_says):
-        return checks.memory_plan(answer, int(root / 2), gathers=16)
 
 
 EXERCISES = [
@@ -184,18 +159,26 @@ EXERCISES = [
     ),
     Exercise(
         "2.5",
-        "plan",
-        memory_plan,
+        "prefetch",
+        checks.prefetch,
         {
-            "the plan is 'block', not a dict": "return 'block'",
-            "wrap = 'leaf' is none of": "return {'wrap': 'leaf'}",
-            "the plan has no peak_mb": "return {'wrap': 'root'}",
-            "peak_mb = 'small' is not the MB": "return {'wrap': 'root', 'peak_mb': 'small'}",
-            "the peak is 100 % above the bound": "return {'wrap': 'root', 'peak_mb': 7}",
-            "the peak is 27 % above the bound": "return {'wrap': 'block', 'peak_mb': 7}",
-            "32 all-gathers a step are too many": "return {'wrap': 'layer', 'checkpointing': True, 'peak_mb': 6}",
-            "the plan keeps both limits, but peak_mb = 5 is 27 % too small": changed(
-                "plan", ("block - activations + 8 * 4 * TOKENS * DIM / 1e6 + activations / 8", "5")
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 3,": (
+                "for place in range(len(blocks) - 1):\n"
+                "    blocks[place].set_modules_to_forward_prefetch([blocks[place + 1]])"
+            ),
+            "in step 2, just before block 1 computes, blocks begin to be gathered: 2, expected none": changed(
+                "prefetch", ("if block not in seen:", "if True:")
+            ),
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2, expected 2 and 0": changed(
+                "prefetch", ("seen[-1].set_modules_to_forward_prefetch([block])", "block.unshard(async_op=True)")
+            ),
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 0 and 1 and 3,": (
+                "for block in blocks:\n    block.set_modules_to_forward_prefetch(blocks)"
+            ),
+            "right on 2 ranks, but with 3 ranks: in step 2, just before block 1 computes, blocks begin to be gathered: "
+            "1, expected 1 and 3": (
+                "for block, following in ((2, 0), (0, 3), (3, 1)):\n"
+                "    blocks[block].set_modules_to_forward_prefetch([blocks[following]])"
             ),
         },
     ),

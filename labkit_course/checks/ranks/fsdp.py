@@ -3,29 +3,35 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from labkit.models.moe import MixtureOfExperts
 from labkit.parallel.small_fsdp import flatten_tensors, gather_and_free, shard_parameters
-from labkit.session.counted_group import GroupTraffic
+from labkit.session import counted_group
+from labkit.session.counted_group import GroupCall, GroupTraffic
 
 WIDTH, INNER, ROWS, RATE = 4, (5, 4), 3, 0.1
 # Ranks that share the parameters of a language model, and its sizes, which they divide.
 GROUP, WORDS, FEATURES, BLOCKS, TOKENS = 2, 12, 8, 3, 6
+# Blocks whose gathers are watched: their width, and the order in which they compute, by ranks.
+BLOCK_WIDTH, BLOCK_ORDERS, PREFETCH_STEPS = 6, {2: (2, 0, 3, 1), 3: (1, 3, 0, 2)}, 3
 
 
 def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
     """Return results of ``run_sharding`` for "shard", of ``run_units`` for "gather" or "reduce".
 
-    For "wrap" they are those of ``run_wrapping``.
+    For "wrap" they are those of ``run_wrapping``, for "prefetch" those of ``run_prefetch``.
 
     For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
     collective.
@@ -36,6 +42,8 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
         return run_units(answer, what)
     if what == "wrap":
         return run_wrapping(answer)
+    if what == "prefetch":
+        return run_prefetch(answer)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     experts = {parameters[name] for name in expert_names(model)}
@@ -251,6 +259,68 @@ def run_wrapping(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
         for name, each in traffic.totals(group).items()
     }
     return found
+
+
+class OtherOrder(nn.Module):
+    """Blocks of different sizes, which compute in another order than that of their list."""
+
+    def __init__(self, order: Sequence[int]):
+        super().__init__()
+        # A multiple of 2 and 3 ranks, which then share every parameter evenly.
+        inner = [BLOCK_WIDTH * (place + 1) for place in range(len(order))]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(BLOCK_WIDTH, each), nn.Linear(each, BLOCK_WIDTH))
+            for each in inner
+        )
+        self.order = order
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Run the blocks in their order."""
+        for place in self.order:
+            inputs = self.blocks[place](inputs)
+        return inputs
+
+
+def run_prefetch(answer: Callable[[list[nn.Module]], Any]) -> dict[str, Any]:
+    """Let the answer prefetch blocks that FSDP has sharded, and train ``PREFETCH_STEPS`` steps.
+
+    Return what was ``asked`` for in each step's forward pass: for every block, in the order in
+    which they compute, its place in the list and the places of those whose gathers start before it
+    computes.
+    """
+    warnings.filterwarnings("ignore", message=".*(is deprecated|returned a view tensor)")
+    ranks = dist.get_world_size()
+    model = OtherOrder(BLOCK_ORDERS[ranks])
+    blocks: list[nn.Module] = [*model.blocks]
+    # No two blocks hand over the same bytes, which tell whose gather it is.
+    places = {sum(p.nbytes for p in each.parameters()) // ranks: i for i, each in enumerate(blocks)}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for unit in (*blocks, model):
+        fully_shard(unit, mesh=mesh)
+    answer([*blocks])
+    started: list[int] = []
+    asked: list[list[list[Any]]] = []
+
+    def note_block(place: int, *_: Any) -> None:
+        asked[-1].append([place, [*started]])
+        started.clear()
+
+    # After the answer's hooks, so that what they ask for counts as well.
+    for place, block in enumerate(blocks):
+        block.register_forward_pre_hook(partial(note_block, place))
+    for _ in range(PREFETCH_STEPS):
+        asked.append([])
+        started.clear()
+        with patch_listeners(lambda call: started.append(places.get(call.bytes, -1))):
+            output = model(torch.ones(ROWS, BLOCK_WIDTH))
+        output.sum().backward()
+        model.zero_grad()
+    return {"asked": asked}
+
+
+def patch_listeners(listener: Callable[[GroupCall], None]) -> Any:
+    """Tell this function of each call of a process group, inside a ``with`` block."""
+    return mock.patch.object(counted_group, "listeners", [listener])
 
 
 def storage_bytes(unit: nn.Module) -> int:
