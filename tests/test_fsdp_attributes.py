@@ -157,6 +157,13 @@ def test_prefetching_gathers_each_block_before_the_one_ahead_computes(mesh):
     assert all(fsdp2_group(block).unshard_async_op for block in lab.layers)
 
 
+def test_a_function_may_choose_what_each_block_gathers_ahead(mesh):
+    lab, _, _ = parallelize(mesh, prefetch=lambda blocks: blocks[0].set_modules_to_forward_prefetch(blocks[2:]))
+    first, second, last = (block._get_fsdp_state() for block in lab.layers)
+    assert first._states_to_forward_prefetch == [last] and not second._states_to_forward_prefetch
+    assert all(fsdp2_group(block).unshard_async_op for block in lab.layers)
+
+
 @pytest.mark.parametrize(("ranks", "hybrid", "axes"), [
     (6, 3, {"replicate": 2, "data": 3, "alone": 1}),
     (6, None, {"data": 6, "alone": 1}),

@@ -162,21 +162,20 @@ EXERCISES = [
         "prefetch",
         checks.prefetch,
         {
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 3,": (
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 3": (
                 "for place in range(len(blocks) - 1):\n"
                 "    blocks[place].set_modules_to_forward_prefetch([blocks[place + 1]])"
             ),
-            "in step 2, just before block 1 computes, blocks begin to be gathered: 2, expected none": changed(
+            "in step 2, just before block 1 computes, blocks begin to be gathered: 2": changed(
                 "prefetch", ("if block not in seen:", "if True:")
             ),
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2, expected 2 and 0": changed(
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2": changed(
                 "prefetch", ("seen[-1].set_modules_to_forward_prefetch([block])", "block.unshard(async_op=True)")
             ),
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 0 and 1 and 3,": (
+            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 0 and 1 and 3": (
                 "for block in blocks:\n    block.set_modules_to_forward_prefetch(blocks)"
             ),
-            "right on 2 ranks, but with 3 ranks: in step 2, just before block 1 computes, blocks begin to be gathered: "
-            "1, expected 1 and 3": (
+            "right on 2 ranks, but with 3 ranks: in step 2, just before block 1 computes, blocks begin": (
                 "for block, following in ((2, 0), (0, 3), (3, 1)):\n"
                 "    blocks[block].set_modules_to_forward_prefetch([blocks[following]])"
             ),
