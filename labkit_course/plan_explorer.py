@@ -112,6 +112,7 @@ class CandidateExplorer(Explorer):
             rows,
             budget,
             marks=self._marker_column(),
+            small=self._size_column(),
             per=self.per,
             words=words,
             chosen=row["candidate"],
@@ -153,6 +154,14 @@ class CandidateExplorer(Explorer):
             if "checkpointing" in self.plan.varied
             else next(iter(self.plan.varied), "world_size")
         )
+
+    def _size_column(self) -> str:
+        """Return the field that the size of a mark shows: the only other one, of two values."""
+        others = [
+            each for each in self.plan.varied if each not in (self._marker_column(), self.per)
+        ]
+        values = [{row.params[each] for row in self.plan.candidates} for each in others]
+        return others[0] if [len(each) for each in values] == [2] else ""
 
     def _candidate_text(self, row: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
         """Describe a candidate by what varies."""

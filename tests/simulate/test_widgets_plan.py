@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 from fixture_explorers import drawn
 from fixture_time import within
+from matplotlib.legend import Legend
 
 import labkit
 from labkit.plots import style
 from labkit_course.plan_explorer import CandidateExplorer
 from labkit_course.widgets import explorer as explorer_module
+from labkit_simulate.plots.plan import SMALL_AREA
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 256, "samples": 16, "precision": "bf16", "hybrid": None, "tp": 1}
 
@@ -104,3 +106,25 @@ def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
     assert "the same" in panel._table.value and "–" not in panel._table.value
     panel._knobs["place"].value = 5
     assert "only 4 fit: take a lower place, or a larger budget" in panel._picture.value
+
+
+def test_a_second_field_of_two_values_has_small_marks_and_legends_name_them():
+    plan = CandidateExplorer().plan
+    few = [each for each in plan.candidates if each.params["tp"] == 1 and each.world_size == 64]
+    explorer = CandidateExplorer(replace(plan, varied=["hybrid", "checkpointing"], candidates=few), budget_gib=80)
+    axes = drawn(explorer, **explorer.chosen)[0].axes[0]
+    rows = explorer.candidate_rows(**explorer.chosen)
+    small = [x for each in axes.collections if SMALL_AREA in each.get_sizes() for x in small_offsets(each)]
+    assert sorted(small) == pytest.approx(sorted(rows.query("hybrid == 8")["needed_bytes"] / 2**30))
+    words = [text.get_text() for legend in axes.findobj(Legend) for text in legend.get_texts()]
+    assert {"does not fit", "hybrid 8", "checkpointing full"} <= {*words}
+    # More than one other field: no mark is small.
+    whole = CandidateExplorer()
+    axes = drawn(whole, **whole.chosen)[0].axes[0]
+    assert not any(SMALL_AREA in each.get_sizes() for each in axes.collections)
+
+
+def small_offsets(marks):
+    """Where the small ones of a scatter's marks lie, along the axis of memory."""
+    places = marks.get_offsets()
+    return [x for (x, _), area in zip(places, marks.get_sizes(), strict=False) if area == SMALL_AREA]
