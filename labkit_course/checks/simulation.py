@@ -25,6 +25,9 @@ PLAN_RANKS = 16
 # The task of exercise 4, and how near to the quickest way an answer has to come.
 RANKS, BUDGET_GIB, CHOICE_GIB, SEQUENCE, NEAR = 64, 24.0, 40.0, 2048, 0.97
 NAMES = ("shard_over", "batch", "checkpointing")
+LATENCY_US = 1000
+# Of a budget, as section 4 advises: an H100's allocator took up to 11 % more than modelled.
+USABLE = 0.9
 
 
 @exercise
@@ -32,7 +35,7 @@ def fullest_block(answer: Callable[..., Any]) -> Verdict:
     """Exercise 1: the block in whose backward pass a rank holds most, and bytes, as simulated."""
     judge.raise_if_not_attempted(answer)
     sizes = LLAMA_2_7B.block_parameters, LLAMA_2_7B.root_parameters
-    said = ""
+    passed = []
     for ranks in FULLEST_RANKS:
         right, held, kept_bytes = _simulated_peak(ranks)
         asked = f"{judge.answer_name(answer)} of {BLOCKS} blocks on {ranks} ranks"
@@ -52,7 +55,10 @@ def fullest_block(answer: Callable[..., Any]) -> Verdict:
         expect(block == right, said, wanted, hint)
         hint = "Which tensor of section 2's table is missing, and in which dtype is each one?"
         expect(abs(most / total - 1) <= FULLEST_NEAR, said, wanted, hint)
-    return judge.passing_verdict(f"{said}, as simulated without temporary tensors; on 64, too")
+        passed.append(f"block {block} and {most / GIB:.3f} GiB on {ranks} ranks")
+    return judge.passing_verdict(
+        f"of {BLOCKS} blocks, {' and '.join(passed)}, as simulated without Temp"
+    )
 
 
 @functools.cache
@@ -100,11 +106,12 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def quickest(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: of a program's choices the settings that fit and train most tokens a second."""
+    """Exercise 3: of the settings that leave a tenth free, those of most tokens a second."""
     judge.raise_if_not_attempted(answer)
     rows, right, budget_gib = _small_plan()
     asked = f"{judge.answer_name(answer)} of {PLAN_RANKS} ranks"
-    found = judge.call_answer(answer, TRAIN, PLAN_RANKS, budget_gib, dict(CHOICES), in_words=asked)
+    given = TRAIN, PLAN_RANKS, HOSTS, budget_gib, dict(CHOICES)
+    found = judge.call_answer(answer, *given, in_words=asked)
     names = [name for name, values in CHOICES.items() if isinstance(values, list)]
     wanted = f"the settings of one candidate, with {' and '.join(names)}"
     is_choice = isinstance(found, Mapping) and all(name in found for name in names)
@@ -115,13 +122,15 @@ def quickest(answer: Callable[..., Any]) -> Verdict:
     needed_gib, step_s, speed = rows[key]
     best = ", ".join(f"{name} {value!r}" for name, value in zip(names, right, strict=True))
     seen = f"{said}, which needs {needed_gib:.2f} GiB of {budget_gib:.2f}"
-    expect(needed_gib <= budget_gib, seen, best)
+    hint = "Does it leave a tenth of the budget free?"
+    expect(needed_gib <= USABLE * budget_gib, seen, best, hint)
     hint = ""
     if step_s < rows[right][1]:
         hint = "Its step is shorter, but how many sequences does it train in it?"
     expect(key == right, f"{said}: {speed:,.0f} tokens a second", best, hint)
     return judge.passing_verdict(
-        f"{best}: {speed:,.0f} tokens a second on a GPU, and it fits ({CHOICES['layers']} blocks)"
+        f"{best}: {speed:,.0f} tokens a second on a GPU, with a tenth of {budget_gib:.2f} GiB free"
+        f" ({CHOICES['layers']} blocks)"
     )
 
 
@@ -129,7 +138,7 @@ def quickest(answer: Callable[..., Any]) -> Verdict:
 def _small_plan() -> tuple[dict[tuple[Any, ...], tuple[float, float, float]], Any, float]:
     """Return GiB, seconds and tokens/s by choice, the right one, and the budget.
 
-    The budget leaves out the way that trains most tokens a second.
+    The way that trains most tokens a second fits into the budget, without leaving a tenth free.
     """
     found = labkit.plan(TRAIN, world_size=PLAN_RANKS, hardware=HOSTS, **CHOICES)
     names = [name for name, values in CHOICES.items() if isinstance(values, list)]
@@ -142,17 +151,20 @@ def _small_plan() -> tuple[dict[tuple[Any, ...], tuple[float, float, float]], An
         for row in found.frame.to_dict("records")
     }
     order = sorted(rows, key=lambda key: -rows[key][2])
-    right = next(key for key in order if rows[key][0] < rows[order[0]][0])
-    return rows, right, (rows[order[0]][0] + rows[right][0]) / 2
+    budget_gib = rows[order[0]][0] / ((1 + USABLE) / 2)
+    right = next(key for key in order if rows[key][0] <= USABLE * budget_gib)
+    return rows, right, budget_gib
 
 
 @exercise
 def chosen(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: mesh, batch and checkpointing for the whole model; simulated with all blocks."""
+    """Exercise 4: mesh, batch and checkpointing on a slow network; simulated with all blocks."""
     found = judge.call_answer(answer)
-    is_choice = isinstance(found, Mapping) and set(found) == set(NAMES)
-    shown = judge.value_text(found)
-    expect(is_choice, f"it gave {shown}", f"a dict with {', '.join(NAMES)}")
+    # The settings of a candidate hold all that was asked for, such as the sequence.
+    is_choice = isinstance(found, Mapping) and set(NAMES) <= set(found)
+    said = f"it gave {judge.value_text(found)}"
+    expect(is_choice, said, f"a dict with {', '.join(NAMES)}")
+    shown = judge.value_text({name: found[name] for name in NAMES})
     try:
         needed_gib, speed = simulated_choice(*(found[name] for name in NAMES))
     except (ParameterError, TypeError) as error:
@@ -160,11 +172,12 @@ def chosen(answer: Callable[..., Any]) -> Verdict:
         raise judge.WrongAnswer(said, expected="values that train.py takes") from None
     said = f"{shown} needs {needed_gib:.1f} GiB of {CHOICE_GIB:g}"
     hint = "Shard over more ranks, take fewer sequences, or keep less for the backward pass."
-    expect(needed_gib <= CHOICE_GIB, said, f"at most {CHOICE_GIB:g} GiB", hint)
+    usable_gib = USABLE * CHOICE_GIB
+    expect(needed_gib <= usable_gib, said, f"at most {usable_gib:g} GiB, a tenth is free", hint)
     best = quickest_by_formula()
     best_speed = max(speed, simulated_choice(*best)[1])
     said += f" and trains {speed:,.0f} tokens a second on a GPU"
-    hint = "What does recomputing cost? What does a larger batch gain?"
+    hint = "What does recomputing cost? Behind what can the slow network hide?"
     expect(speed >= NEAR * best_speed, said, f"at least {NEAR * best_speed:,.0f}", hint)
     return judge.passing_verdict(said)
 
@@ -173,16 +186,19 @@ def chosen(answer: Callable[..., Any]) -> Verdict:
 def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> tuple[float, float]:
     """Return the GiB that a rank of the task needs, and the tokens of a GPU in a second."""
     settings: dict[str, Any] = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
-    result = labkit.simulate(TRAIN, world_size=RANKS, hardware=HOSTS, sequence=SEQUENCE, **settings)
+    hosts = get_hardware(HOSTS).with_network(latency_us=LATENCY_US)
+    result = labkit.simulate(TRAIN, world_size=RANKS, hardware=hosts, sequence=SEQUENCE, **settings)
     fit = memory_fit(result, CHOICE_GIB)
     speed = batch * SEQUENCE / result.value("reckoned_step_s")
     return (fit.budget_bytes - fit.margin_bytes) / GIB, speed
 
 
 def quickest_by_formula() -> tuple[int | None, int, str]:
-    """Return the settings of most tokens a second that surely fit."""
+    """Return the settings of most tokens a second that surely leave a tenth free."""
+    hosts = get_hardware(HOSTS).with_network(latency_us=LATENCY_US)
     speeds: dict[tuple[int | None, int, str], float] = {}
-    for shard_over in (None, 8, 16, 32):
+    # In between, 16 and 32 gain nothing and cost memory.
+    for shard_over in (None, 8):
         for batch in (1, 2, 4, 8):
             for checkpointing in ("none", "selective", "full"):
                 setup = TrainingSetup(
@@ -193,7 +209,8 @@ def quickest_by_formula() -> tuple[int | None, int, str]:
                     checkpointing,
                     shard_ranks=shard_over,
                 )
-                step = setup.estimate_step(get_hardware(HOSTS))
-                if ALLOCATOR_FACTOR * step.memory_bytes / GIB + RESERVED_GIB <= CHOICE_GIB:
+                step = setup.estimate_step(hosts)
+                needed_gib = ALLOCATOR_FACTOR * step.memory_bytes / GIB + RESERVED_GIB
+                if needed_gib <= USABLE * CHOICE_GIB:
                     speeds[shard_over, batch, checkpointing] = step.tokens_per_s
     return max(speeds, key=lambda key: speeds[key])

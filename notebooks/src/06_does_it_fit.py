@@ -6,8 +6,7 @@
 # collectives send nothing.
 #
 # The example of this lab and of lab 6b is `train.py`, a program that you have not seen, which trains Llama 2 with 7
-# billion parameters. You are given 64 H100, and another job leaves you 24 GiB of each. In section 6 you see which ways to
-# train fit there, choose one for another budget, and a simulation judges your choice.
+# billion parameters. You are given 64 H100, and another job leaves you 24 GiB of each.
 #
 # After this lab you can
 #
@@ -41,12 +40,12 @@ from labkit_course.checks import simulation as checks
 from labkit_course.checks.claims import claim, commit, prediction_text
 from labkit_course.plan_explorer import CandidateExplorer
 from labkit_simulate import plots as simulate_plots
-from labkit_simulate.block_memory import peak_phase_and_block
+from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block
 from labkit_simulate.estimate import estimate_rank_step
 from labkit_simulate.link_traffic import link_traffic_table
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.theory import simulation as theory
-from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.transformer import LLAMA_2_7B
 from launch.given import TRAIN
 
@@ -87,19 +86,20 @@ plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
 
 # %% [markdown]
 # Five GPUs would hold the state. No one trains it on five: activations need room as well, and so do gathered layers and
-# buffers. How much they need depends on the program, line by line.
+# buffers.
 #
-# *Takeaway: with Adam in float32 the state takes 16 bytes a parameter. What comes on top of it depends on the program,
-# so let the program tell.*
+# *Takeaway: with Adam in float32 the state takes 16 bytes a parameter. What comes on top depends on the program, so let
+# it tell.*
 #
 # ## 2. The code you would write ({minutes} minutes)
 #
-# PyTorch has all that is needed. The process group `"fake"` returns from each collective at once and moves nothing.
+# The process group `"fake"` returns from each collective at once and moves nothing.
 # `FakeTensorMode` makes tensors with a shape and a dtype, but without memory. And a tracker adds up what the tensors
 # would hold. The next cell is rank 0 of 1024, which shards eight layers of 256 MiB with FSDP2.
 #
 # Commit: of how many MiB is a rank's shard of all the layers? And how many tensors of 256 MiB, a whole layer each,
-# does the rank hold at its peak? You can compute the first, while the second is a bet.
+# does the rank hold at its peak, in the backward pass? As in lab 2, one layer is gathered ahead while another computes,
+# and the gradient of a third is still being reduced.
 
 # %% tags=["commit"]
 mine_fake = commit(shard_mib=None, whole_layers=None)
@@ -154,23 +154,12 @@ plots.comparison_table(peak_parts, yours=mine_fake, tolerance=0.02, column="trac
 # | `Temp` | the gradient that this backward pass makes |
 # | `Reduce Scatter` | the buffer with the gradient of the layer whose backward pass ran just before |
 #
-# Four of the imports are private to PyTorch and may change. labkit keeps them behind one function, `labkit.simulate`,
-# which also handles models that look at their own weights, and counts what is sent.
+# Four of the imports are private to PyTorch and may change, so labkit keeps them behind one function,
+# `labkit.simulate`, which also counts what is sent.
 #
-# *Takeaway: a simulated rank is the real program with a fake process group and fake tensors. A thousand ranks cost no
-# more than two, because the number of ranks only changes the size of a shard.*
-
-# %% tags=["claim"]
-claim("6.74 billion, five GPUs", (round(LLAMA_2_7B.parameters / 1e7), state["gpus"]) == (674, 5))
-claim(
-    "the shard is as small as 1024 ranks make it",
-    peak_parts["shard_mib"] == round(8 * (8192**2 + 8192) * 4 / 2**30, 1),
-)
-claim("four whole layers are there", peak_parts["whole_layers"] == 4)
-four = ("Unsharded Param", "All Gather", "Temp", "Reduce Scatter")
-claim("they are those of the table", all(255 < sizes_mib[name] < 258 for name in four))
-
-# %% [markdown]
+# *Takeaway: a simulated rank is the real program with a fake process group and fake tensors. One process is enough for
+# a thousand ranks, whose number only changes the size of a shard.*
+#
 # ## 3. Is it true? ({minutes} minutes)
 #
 # Here is the program that you are given. Read its `main`, and look for four things: what a unit of FSDP is, what the
@@ -184,9 +173,10 @@ Code(filename=TRAIN, language="python")
 #
 # Each block is a unit, and the root has embedding, last norm and output layer. The mesh is a line of all ranks. With
 # `shard_over` it has two axes: a group of that many neighbours shares one copy of the model, and the groups hold the
-# same (HSDP). Parameters are gathered in bfloat16, and gradients are reduced in float32. Three names are labkit's and
-# train nothing: `here.steps(…, track=…)` measures, `ALIKE` says which field counts equal blocks, and `run_main` reads the
-# command line.
+# same (HSDP). Parameters are gathered in bfloat16, and gradients are reduced in float32. `DecoderModel` is an ordinary
+# Llama: its attention is `scaled_dot_product_attention`, which keeps no matrix of scores, and its logits are bfloat16.
+# Three names are labkit's and train nothing: `here.steps(…, track=…)` measures, `ALIKE` says which field counts equal
+# blocks, and `run_main` reads the command line.
 #
 # </details>
 #
@@ -194,8 +184,8 @@ Code(filename=TRAIN, language="python")
 # `Config`. It plays rank 0, and returns what `labkit.run` returns: `result.summary()` shows all that was recorded, and
 # `result.value("peak_total_bytes")` the bytes that the rank holds at its peak, all kinds of tensors together.
 #
-# Is that true? Let two real ranks train a small model on this machine, and then simulate rank 0, once as one of two and
-# once as one of many. PyTorch's tracker counts in all three runs, so what is compared is which tensors live when.
+# Is that true? Let two real ranks train a small model here, and then simulate rank 0, as one of two and as one of many.
+# PyTorch's tracker counts in all three runs, so what is compared is which tensors live when.
 #
 # Commit: by how many bytes, as a bet, will the simulated peak of one of two be off? And how many times as large are a
 # rank's activations on 2 ranks as on 1024, if each rank has as many sequences of its own?
@@ -227,14 +217,22 @@ same = {"off_bytes": totals["2 simulated"] - totals["2 real"], "activations": ke
 plots.comparison_table(same, yours=mine_same, column="found")
 
 # %% [markdown]
-# *Every number of the first two columns is equal.* That is no accident: the program is the same, line by line, and what
-# it allocates and sends does not depend on the values in its tensors. In the third column the shards have become small,
-# though not 512 times as small: rank 0 keeps at least a row of each weight.
+# *Every number of the first two columns is equal.* The program is the same, and what it allocates and sends does not
+# depend on the values in its tensors. In the third column the shards have become small,
+# though not 512 times as small: rank 0 keeps at least a row of each weight. No other rank keeps more.
 #
-# *Takeaway: simulated tensors are those of real CPU ranks, to the byte. A GPU keeps some others, and its allocator takes
-# more than the tensors need.*
+# *Takeaway: simulated tensors are those of real CPU ranks, to the byte. A GPU keeps some others, and its allocator
+# takes more than the tensors need.*
 
 # %% tags=["claim"]
+claim("6.74 billion, five GPUs", (round(LLAMA_2_7B.parameters / 1e7), state["gpus"]) == (674, 5))
+claim(
+    "the shard is as small as 1024 ranks make it",
+    peak_parts["shard_mib"] == round(8 * (8192**2 + 8192) * 4 / 2**30, 1),
+)
+claim("four whole layers are there", peak_parts["whole_layers"] == 4)
+four = ("Unsharded Param", "All Gather", "Temp", "Reduce Scatter")
+claim("they are those of the table", all(255 < sizes_mib[name] < 258 for name in four))
 recorded = [
     name for name in table.index if name.endswith(("_bytes", "_count")) and not name.startswith(("gpu_", "resident"))
 ]
@@ -251,8 +249,8 @@ claim("the shards have become small", shards.iloc[2] < shards["2 real"] / 4)
 # Now Llama 2 7B itself, its first 8 of 32 blocks, on 64 GPUs with one sequence each. `checkpointing="full"` keeps only
 # what goes into each block, and computes the rest again in the backward pass.
 #
-# Commit: what is the peak of a rank in GiB, without checkpointing and with it? Both are bets, which the figure will show
-# as dashed lines.
+# Commit: what is the peak of a rank in GiB, without checkpointing and with it? A block keeps 396 MiB for its backward
+# pass, or 16 if it is recomputed, and has 202 million parameters. The figure will show your bets as dashed lines.
 
 # %% tags=["commit"]
 mine_peaks = commit(none_gib=None, full_gib=None)
@@ -288,21 +286,25 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 #
 # The model has `blocks` blocks and a root, of so many parameters each, sharded over all `ranks`. Everything is
 # recomputed, so a block keeps `kept_bytes`, its input, until its own backward pass ends. The root is gathered from the
-# first block's forward pass to the last backward pass. In the backward pass of which block does a rank hold the most, and
-# how many bytes? Return the block's number, counted from 0, and the bytes. Count everything but `Temp`.
+# first block's forward pass to the last backward pass, because it begins and ends both. In the backward pass of which
+# block does a rank hold the most, and how many bytes? Return the block's number, counted from 0, and the bytes.
+#
+# Count all rows of section 2's table but `Temp`, whose size follows the order of PyTorch's operations. The figure calls
+# it temporary, `Unsharded Param` gathered parameters, and the other two communication buffers.
 #
 # <details><summary>Hint 1</summary>
 #
-# Which rows of section 2's table does each block have, and in which dtype are they in `train.py`? The block that runs
-# first has none before it, and the one that runs last has none to come. What became of the gradients of the blocks
-# that are through?
+# Which rows of section 2's table does each block have, and in which dtype are they in `train.py`? The backward pass
+# begins with the last block, when no other block's gradient is being reduced, and ends with block 0, when none is left
+# to gather ahead. What became of the gradients of the blocks that are through?
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# A parameter has 12 bytes in shards from the beginning, and 4 more once its gradient is reduced. It has 2 bytes where it
-# is gathered, and 4 while its gradient is being reduced. Write the sum for one block, and take the block with the largest.
+# A parameter has 12 bytes in shards from the beginning. As soon as its block's backward pass is over, it has 4 more
+# there, for the shard of its gradient, even while that is being reduced. It has 2 bytes, unsharded, where it is
+# gathered, and 4 while its gradient is being reduced. Write the sum for one block, and take the block with the largest.
 #
 # </details>
 
@@ -329,22 +331,23 @@ def fullest_block(
 checks.fullest_block(fullest_block)
 
 # %% [markdown]
-# *On 64 GPUs the peak comes early in the backward pass, and on 8 late.* From block to block `kept_bytes` are freed, 16 MiB
-# here, while the shard of a gradient comes, 12 MiB on 64 GPUs and 97 on 8. The last block itself is never the fullest here, since no
-# gradient is being reduced yet.
+# *On 64 GPUs the last block but one is the fullest, and on 8 the second.* From block to block `kept_bytes` are freed,
+# 16 MiB here, while the shard of a gradient comes, 12 MiB on 64 GPUs and 97 on 8. So in deeper models the peak lies at
+# one of the ends, too. `Temp` held the block's gradient in bfloat16, and that of the output layer, which waits for the
+# root's end.
 #
-# Does it fit on a GPU? The memory of a GPU holds more than tensors: the allocator takes it in large pieces, and beside
-# that there are CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit(result, budget_gib)` models the
-# allocator, and adds 1.8 GiB for all else, a round number to plan with. What it returns counts as true if the rank fits:
+# Does it fit? A GPU's memory holds more than tensors: the allocator takes it in large pieces, and beside that there are
+# CUDA's context, NCCL's buffers and the workspace of cuBLAS. `memory_fit(result, budget_gib)` models the allocator, and
+# adds 1.8 GiB for all else, a round number to plan with. What it returns counts as true if the rank fits:
 
 # %%
 for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
     print(f"{label}: {memory_fit(result, BUDGET_GIB)}")
 
 # %% [markdown]
-# The allocator reserves a third more than the tensors here, because a piece that was freed serves only tensors that are no
-# larger. In section 5's run of all 32 blocks it is about a tenth, and with other settings more: ask for each. On an H100 it reserved 2 to 11 % more than this model
-# says ([docs/simulation.md](../docs/simulation.md)), so leave a tenth of the budget free.
+# The allocator reserves 32 % more than the tensors, and 40 % if recomputed, because a piece that was freed serves only
+# tensors that are no larger. In section 5's run of all 32 blocks it is about a tenth. On an H100 it reserved 2 to 11 %
+# more than this model says ([docs/simulation.md](../docs/simulation.md)), so leave a tenth of the budget free.
 #
 # *Takeaway: look for the moment and the kind of the peak before you change anything. Where activations are most of it,
 # recompute them or take fewer sequences.*
@@ -355,7 +358,17 @@ claim("activations are nearly half of the upper peak", 0.4 < parts[0] < 0.5, whe
 claim("and less than a twentieth of the lower one", parts[1] < 0.05, where=TOLD)
 seventh = ("backward", "blocks.6")
 excess = [run.value("gpu_reserved_bytes") / run.value("peak_total_bytes") for run in (kept_all, recomputed)]
-claim("a third more than the tensors", all(1.3 < each < 1.42 for each in excess), where=TOLD)
+claim("32 % more than the tensors, and 40", [round(100 * each) for each in excess] == [132, 140], where=TOLD)
+block_mib = [block_memory_table(run).loc["blocks.0", "activation"] / 2**20 for run in (kept_all, recomputed)]
+claim("396 MiB, or 16", [round(size) for size in block_mib] == [396, 16], where=TOLD)
+claim("202 million parameters", round(LLAMA_2_7B.block_parameters / 1e6) == 202)
+two_gradients = 2 * (LLAMA_2_7B.block_parameters + LLAMA_2_7B.vocab * LLAMA_2_7B.width)
+temporary = [run.value("peak_temp_bytes") / two_gradients for run in (kept_all, recomputed)]
+claim(
+    "Temp has room for both gradients, and little more if all is kept",
+    1 < temporary[0] < 1.1 < temporary[1],
+    where=TOLD,
+)
 gradient_mib = [4 * LLAMA_2_7B.block_parameters / ranks / 2**20 for ranks in (64, 8)]
 claim("12 MiB on 64 GPUs and 97 on 8", [round(size) for size in gradient_mib] == [12, 97])
 claim("both in the last block but one", {*map(peak_phase_and_block, (kept_all, recomputed))} == {seventh}, where=TOLD)
@@ -402,15 +415,8 @@ hosts_verdict
 # %% [markdown]
 # To find the rank's own part, simulate one of very many ranks, whose share is small: nearly all that is left is its
 # own. And the model need not be simulated whole, because blocks are alike, and each further one adds the same to the
-# peak. We take 4 and 6 blocks, continue the line to 8 for a test, and then to all 32.
-#
-# Commit to a bet: on how many hosts does Llama 2 7B fit with 24 GiB a GPU, one sequence each and nothing recomputed?
-
-# %% tags=["commit"]
-mine_hosts = commit(hosts=None)
-### BEGIN SOLUTION
-mine_hosts = commit(hosts=2)
-### END SOLUTION
+# peak. We take 4 and 6 blocks with one sequence and nothing recomputed, continue the line to 8 for a test, and then to
+# all 32.
 
 # %% tags=["nbval-ignore-output"]
 few = {blocks: labkit.simulate(TRAIN, world_size=RANKS, layers=blocks, sequence=SEQUENCE) for blocks in (4, 6, 8)}
@@ -423,21 +429,19 @@ def continued_bytes(blocks: int) -> float:
 
 
 print(f"8 blocks: {continued_bytes(8):,.0f} bytes continued, {few[8].value('peak_total_bytes'):,} simulated")
-own_bytes = continued_bytes(32) - 12 * LLAMA_2_7B.parameters / RANKS  # the gradients come later
+own_bytes = continued_bytes(32) - 12 * LLAMA_2_7B.parameters / RANKS  # few gradients exist at the peak
 reserve_bytes = memory_fit(kept_all).overhead_bytes
 count_hosts = fewest_hosts if hosts_verdict.ok else theory.fewest_hosts
 hosts = count_hosts(STATE_BYTES, own_bytes, BUDGET_GIB * GIB - reserve_bytes)
 sizes = {"a rank's own": own_bytes, "the state of all": STATE_BYTES, "not tensors": reserve_bytes}
-print(", ".join(f"{name}: {size / GIB:.1f} GiB" for name, size in sizes.items()))
-plots.comparison_table({"hosts": hosts}, yours=mine_hosts, column="by the function")
+print(", ".join(f"{name}: {size / GIB:.1f} GiB" for name, size in sizes.items()), f"-> {hosts} hosts")
 
 # %% [markdown]
-# *The continued peak is equal to the byte*, because the peak stays at the same moment of the step. That holds for tensors
-# alone: what the allocator keeps on top of them does not grow evenly, and the rule leaves it out. So the number of hosts
-# is a claim, and you should confirm it before you pay: simulate the whole model on exactly so many GPUs.
+# *The continued peak is equal to the byte*, because the peak stays at the same moment of the step. But the rule
+# leaves out what the allocator takes on top of tensors. So confirm the number of hosts before you pay: simulate the
+# whole model on exactly so many GPUs.
 #
-# Commit: what is the peak of a rank there, in GiB? The numbers are above, and Exercise 1 tells which of the 16 bytes of
-# state are there at that moment.
+# Commit: what is the peak of a rank there, in GiB? Exercise 1 tells which of the 16 bytes of state are there.
 
 # %% tags=["commit"]
 mine_confirmed = commit(peak_gib=None)
@@ -455,12 +459,12 @@ else:
     display(plots.comparison_table(peak, yours=mine_confirmed, tolerance=0.03, column="simulated"))
 
 # %% [markdown]
-# *Two hosts fit by this model, with 0.8 GiB to spare.* The peak comes early in the backward pass, when hardly any gradient
-# has been made, so a rank holds 12 bytes of each parameter of its share, and not 16. But what is left is 3 % of the budget
-# and not a tenth. So try one step on two real hosts, or take three.
+# *Two hosts fit by this model, with 0.8 GiB to spare.* The peak comes early in the backward pass, when hardly any
+# gradient has been made, so a rank holds 12 bytes of each parameter of its share, not 16. But 3 % of the budget is not
+# a tenth. So try one step on two real hosts, or take three.
 #
 # *Takeaway: more GPUs shrink a rank's share and leave its own part as it is. If the own part alone is too large, no
-# cluster is large enough. A rule finds the number of hosts, and a simulation confirms it.*
+# cluster is large enough.*
 
 # %% tags=["claim"]
 claim("the continued peak is equal to the byte", continued_bytes(8) == few[8].value("peak_total_bytes"))
@@ -481,19 +485,21 @@ if TOLD and confirmed is not None:
 #
 # `labkit.plan` takes lists for any field, simulates every combination, and estimates how long its step takes:
 # `labkit.plan(TRAIN, world_size=64, hardware="h100-8x", budget_gib=24, batch=[1, 2])`. Hosts of `"h100-8x"` have 8 H100
-# with NVLink between them, and a network card of 400 Gbit/s for each GPU, of which 95 % are taken to be reached. The
-# result's `fitting_rows` are a pandas table of those that fit, with `candidate`, `batch`, `step_s` and `needed_bytes`.
-# `result.candidates[number].params` are the settings of a candidate.
+# with NVLink between them, and a network card of 400 Gbit/s for each GPU. labkit assumes that 95 % of this bandwidth
+# is reached, and that each message between hosts has a latency of 78 µs. The result's `fitting_rows` are a pandas
+# table of those that fit, with `candidate`, `batch`, `step_s` and `needed_bytes`. `result.candidates[number].params`
+# are the settings of a candidate.
 #
 # ### Exercise 3: the quickest that fits (•, {minutes} minutes)
 #
-# `choices` maps fields of the program to a value or a list of values. Plan all combinations on hosts of `"h100-8x"`. Of
-# those that fit into `budget_gib`, return the settings of the one that trains the most tokens in a second, or None if
-# none fits.
+# `choices` maps fields of the program to a value or a list of values. Plan all combinations on `hosts`. Of those that
+# leave a tenth of `budget_gib` free, return the settings of the one that trains the most tokens in a second, or None if
+# none does.
 #
 # <details><summary>Hint 1</summary>
 #
-# The table is sorted by the time of a step. Do all candidates train equally many tokens in one?
+# The table is sorted by the time of a step. Do all candidates train equally many tokens in one? And which
+# budget leaves a tenth of 24 GiB free?
 #
 # </details>
 #
@@ -506,9 +512,11 @@ if TOLD and confirmed is not None:
 
 
 # %%
-def quickest(program: Path, ranks: int, budget_gib: float, choices: dict[str, Any]) -> dict[str, Any] | None:
+def quickest(
+    program: Path, ranks: int, hosts: str | Hardware, budget_gib: float, choices: dict[str, Any]
+) -> dict[str, Any] | None:
     ### BEGIN SOLUTION
-    found = labkit.plan(program, world_size=ranks, hardware="h100-8x", budget_gib=budget_gib, **choices)
+    found = labkit.plan(program, world_size=ranks, hardware=hosts, budget_gib=0.9 * budget_gib, **choices)
     rows = found.fitting_rows
     if rows.empty:
         return None
@@ -521,24 +529,17 @@ def quickest(program: Path, ranks: int, budget_gib: float, choices: dict[str, An
 checks.quickest(quickest)
 
 # %% [markdown]
-# Now the task from the beginning: twelve ways to train the whole model on the 64 GPUs, with nothing, something or
-# everything recomputed, one sequence a GPU or four, sharded over all GPUs or over the 8 of a host. *Selective*
-# checkpointing keeps what is expensive to compute again: attention, and every second GEMM. By default `labkit.plan`
-# continues most ways from 4 and 6 blocks, which overstates what the allocator takes. With `whole=None` it simulates all 32
-# blocks of each, which takes about two minutes on two cores.
+# Now twelve ways to train the whole model on the 64 GPUs: with nothing, something or everything recomputed, one
+# sequence a GPU or four, sharded over all GPUs or the 8 of a host. *Selective* checkpointing keeps attention and every
+# second GEMM, which are expensive to compute again. By default `labkit.plan` continues most ways from 4 and 6 blocks,
+# which overstates what the allocator takes. With `whole=None` it simulates all 32 blocks, in about two minutes on two
+# cores.
 #
-# Commit: how many of the twelve fit into 24 GiB? You can rule out some: a rank's own part is 14.5 GiB with one sequence
-# and nothing recomputed, and its share is 75 or 100 GiB divided by the GPUs that share it. The rest is a bet.
+# Rule out some first: with one sequence and nothing recomputed a rank's own part is 14.5 GiB, and its share is 75 GiB
+# divided by the GPUs that share it.
 #
-# The figure below the table divides the time by the batch, so that ways with one sequence and with four can be compared.
-# What lies low is quick, and what lies to the left of the dashed line fits. Turn the budget, and see what has to be
-# given up.
-
-# %% tags=["commit"]
-mine_fitting = commit(fitting=None)
-### BEGIN SOLUTION
-mine_fitting = commit(fitting=7)
-### END SOLUTION
+# The figure below the table divides the time by the batch, so that one sequence and four can be compared. What lies low
+# is quick, and filled marks fit. A grey line says how far a time may be off.
 
 # %% tags=["nbval-ignore-output"]
 ways = {"checkpointing": ["none", "selective", "full"], "batch": [1, 4], "shard_over": [None, 8]}
@@ -549,28 +550,37 @@ shown = rows[["checkpointing", "batch", "shard_over", "fits", "peak_in"]].assign
     needed_gib=(rows["needed_bytes"] / GIB).round(1),
     step_s=rows["step_s"].round(3),
 )
-print(f"{rows['fits'].sum()} of {len(rows)} fit; you: {prediction_text(mine_fitting['fitting'])}")
 display(shown.sort_values("needed_gib", ignore_index=True))
 CandidateExplorer(found, budget_gib=int(BUDGET_GIB), per="batch")
 
 # %% [markdown]
-# *All seven that fit leave a tenth free, the last one barely.* Groups of 8 hold an eighth of the state instead of a 64th.
-# At 12 bytes a parameter that is 8.2 GiB more, and 8.2 or 8.3 are seen wherever the peak comes early in the backward
-# pass. With everything recomputed it moves to the end, as in Exercise 1, and gradients come on top.
+# *All seven that fit leave a tenth free, the last one barely.* Groups of 8 hold an eighth of the state instead of a
+# 64th. At 12 bytes a parameter that is 8.2 GiB more, and the table has 8.3 or 8.4 wherever the peak comes early in the
+# backward pass, or in the root, whose logits are large with four sequences. With everything recomputed the groups' peak
+# moves to the end, as in Exercise 1, and gradients come on top.
 #
-# The fitting way with the shortest step gathers over all GPUs, through the network. Would it still be the quickest on a
-# slower one? The next cell shows what each collective sends from a GPU to other hosts, and how long all of its calls
-# take, with one sequence and nothing recomputed. Then it estimates both meshes on other networks, where `exposed_s` is the
-# communication for which computation waits. Try a network of your own.
+# The fitting way with the shortest step gathers over all GPUs, through the network. The next cell shows what each
+# collective sends from a GPU to other hosts, with one sequence and nothing recomputed, and how long all of its calls
+# take. A ring through 64 GPUs leaves a host at one in eight, so an eighth of what is gathered crosses hosts.
+#
+# Commit: how many GPUs share a copy in the quicker mesh, 64 or 8, with half the bandwidth? And with 1 ms a message
+# instead of 78 µs?
 
 # %%
 chosen_rows = rows[(rows["checkpointing"] == "none") & (rows["batch"] == 1)].set_index("candidate")
 meshes = {f"shard_over {row.shard_over}": found.load_simulation(number) for number, row in chosen_rows.iterrows()}
 sent = pandas.concat({name: link_traffic_table(run, "h100-8x") for name, run in meshes.items()}).droplevel(1)
 sent["gib_to_other_hosts"] = sent["between_hosts_bytes"] / GIB
-display(sent[["collective", "link", "calls", "gib_to_other_hosts", "seconds"]].round(3))
+sent[["collective", "link", "calls", "gib_to_other_hosts", "seconds"]].round(3)
+
+# %% tags=["commit"]
+mine_meshes = commit(half_the_bandwidth=None, one_ms=None)
+### BEGIN SOLUTION
+mine_meshes = commit(half_the_bandwidth=64, one_ms=8)
+### END SOLUTION
 
 
+# %%
 def on_network(**slower: float) -> pandas.DataFrame:
     """Estimate both meshes on a network with ``latency_us`` or ``bandwidth_share``."""
     hosts = get_hardware("h100-8x").with_network(**slower)
@@ -579,34 +589,42 @@ def on_network(**slower: float) -> pandas.DataFrame:
     return pandas.DataFrame({name: {part: getattr(each, part) for part in parts} for name, each in times.items()}).T
 
 
-networks = {"as assumed": {}, "half the bandwidth": {"bandwidth_share": 0.5}, "1 ms a step": {"latency_us": 1000}}
+networks = {"as assumed": {}, "half_the_bandwidth": {"bandwidth_share": 0.5}, "one_ms": {"latency_us": 1000}}
 steps = pandas.concat({name: on_network(**slower) for name, slower in networks.items()})
-steps.round(3)
+display(steps.round(3))
+quicker = {name: 64 if steps.loc[name, "step_s"].idxmin().endswith("None") else 8 for name in networks}
+plots.comparison_table({name: quicker[name] for name in mine_meshes}, yours=mine_meshes, column="quicker")
+slow_hosts = get_hardware("h100-8x").with_network(latency_us=1000)  # of Exercise 4
 
 # %% [markdown]
-# *On this network nearly all communication hides behind computation.* Groups of 8 gather inside a host, but then they sum
-# float32 gradients between hosts, which sends nearly as much over the network. Each GPU also updates 8 times as many
-# parameters. So with half the bandwidth both get slower, and the groups stay behind. Of these three networks they win on the
-# one where latency rules: at 1 ms instead of 78 µs for each message between hosts.
-
-# %% [markdown]
+# *On the assumed network nearly all communication hides behind computation; `exposed_s` is what does not.* Groups of 8
+# send nearly as much to other hosts, because they sum float32 gradients there. Their all-reduces run beside the
+# collectives inside hosts, so `communication_s` is less than the sum of `seconds`.
+#
+# With half the bandwidth both meshes communicate equally long. But the groups' network is busy in the backward pass
+# alone, for 0.28 s, while the computation to hide behind lasts 0.18 s. Sharding over all GPUs spreads its traffic over
+# both passes. At 1 ms it is calls that count: 98 cross hosts, and with groups 33.
+#
 # ### Exercise 4: your choice (••, {minutes} minutes)
 #
-# Now you may use 40 GiB of each of the 64 GPUs. Return your `shard_over`, `batch` and `checkpointing`, with sequences of
-# 2048 tokens. Other values than those of the table are allowed. The check simulates all 32 blocks. Your choice has to fit,
-# and to train at least 97 % as many tokens in a second, by the estimate, as the best way that labkit knows.
+# Your 64 GPUs have the network with 1 ms a message, and you may use 40 GiB of each, of which a tenth has to stay free.
+# Return your `shard_over`, `batch` and `checkpointing`, with sequences of 2048 tokens. Values that the table lacks are
+# allowed, and `quickest` may search on `slow_hosts`. The check simulates all 32 blocks. Your choice has to train, by
+# the estimate, at least 97 % as many tokens in a second as the best way that labkit knows.
 #
 # <details><summary>Hint 1</summary>
 #
-# The table has one sequence and four. Each further sequence adds about as much memory, and as much time, as the one
-# before.
+# The groups of 8 won at 1 ms with one sequence. Each further sequence adds computation and memory. What does it add to
+# communication?
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# With nothing recomputed, each sequence after the first adds about 13 GiB and 0.24 s. Which ways fit into 40 GiB, and how
-# many sequences a second do they train?
+# With nothing recomputed, each sequence after the first adds about 13 GiB and 0.24 s of computation, behind which
+# communication hides. Which ways fit into 36 GiB? To search, give `quickest` lists of all three fields, and
+# `"sequence": 2048`. With `"whole": None` among them it simulates all blocks of each way, which takes longer and does
+# not overstate memory.
 #
 # </details>
 
@@ -622,26 +640,45 @@ def chosen() -> dict[str, Any]:
 checks.chosen(chosen)
 
 # %% [markdown]
-# *Takeaway: on this network recomputing everything costs a quarter of the time, sharding over all GPUs costs none, and a
-# larger batch gains a tenth or more. So here shard first, then shrink the batch, and recompute last. Ask again for
-# another network.*
+# *Takeaway: on the assumed network recomputing everything costs a quarter of the time, sharding over all GPUs costs
+# none, and a larger batch gains a tenth or more. So here shard first, then shrink the batch, and recompute last. A
+# larger batch also hides a slow network: with four sequences, sharding over all GPUs is the quicker mesh at 1 ms, too.*
 #
-# The grey bars of the figure say how far each time may be off. They overlap for most ways, but one network serves all, so
-# compare ways on the same network, as you did above. Lab 6b does so for 1024 GPUs.
+# The grey lines overlap for most ways, but all share GPUs and network, so much of their error is common. Compare ways
+# on the same network, as lab 6b does for 1024 GPUs.
 
 # %% tags=["claim"]
-tensors = {(row.checkpointing, row.batch, row.shard_over): row.peak_bytes / GIB for row in rows.itertuples()}
+network = get_hardware("h100-8x").links.between
+claim("78 µs, and 95 % of 400 Gbit/s", (network.alpha_s, network.beta_s_per_byte) == (78e-6, 1e-9 / (0.95 * 50)))
+tensors = {(row.checkpointing, row.batch, row.shard_over): round(row.peak_bytes / GIB, 1) for row in rows.itertuples()}
 more = {(how, many): tensors[how, many, 8] - tensors[how, many, None] for how, many, over in tensors if over}
 late = {(row.checkpointing, row.batch) for row in rows.itertuples() if row.shard_over and row.peak_in.endswith("s.1")}
 claim("all seven leave a tenth free", rows.loc[rows["fits"], "needed_bytes"].le(0.9 * BUDGET_GIB * GIB).sum() == 7)
-claim("the peak moves to the end", late == {("full", 1), ("full", 4)})
-claim("8.2 or 8.3 where it is early", all(8.2 < size < 8.35 for way, size in more.items() if way not in late))
+claim("the groups' peak moves to the end", late == {("full", 1), ("full", 4)})
+claim("else it is early, or in the root", rows["peak_in"].str.contains(r"s\.30$|root$|s\.1$").all())
+claim("in the root with four sequences", {*rows.loc[rows["peak_in"].str.endswith("root"), "batch"]} == {4})
+claim("8.3 or 8.4 where it is early", all(8.25 < size < 8.45 for way, size in more.items() if way not in late))
 claim("more where it is late", all(9 < more[way] < 11 for way in late))
-quick = {name: steps.loc[name, "step_s"].idxmin() for name in networks}
-claim("the groups win at 1 ms alone", [each[-1] for each in quick.values()] == ["e", "e", "8"])
-gib = sent.groupby(level=0)["gib_to_other_hosts"].sum()
+claim("the groups win at 1 ms alone", [*quicker.values()] == [64, 64, 8])
+outside = sent[sent["link"] == "between hosts"].groupby(level=0).sum(numeric_only=True)
+claim("98 calls cross hosts, and with groups 33", [*outside["calls"].sort_values()] == [33, 98])
+gathered = sent.loc["shard_over None"].iloc[0]
+claim("an eighth crosses hosts", gathered["between_hosts_bytes"] == gathered["wire_bytes"] / 8)
+gib = outside["gib_to_other_hosts"]
 claim("nearly as much", 0.8 < gib["shard_over 8"] / gib["shard_over None"] < 0.95)
+beside = sent.groupby(level=0)["seconds"].sum() - steps.loc["as assumed", "communication_s"]
+claim("less than the sum, with groups alone", beside["shard_over 8"] > 0.05 and abs(beside["shard_over None"]) < 1e-6)
 claim("nearly all of it hides", steps.loc["as assumed", "exposed_s"].max() < 0.02)
+half, groups = steps.loc["half_the_bandwidth", "communication_s"], meshes["shard_over 8"]
+claim("equally long with half the bandwidth", half.max() / half.min() < 1.02)
+slow_calls = link_traffic_table(groups, get_hardware("h100-8x").with_network(bandwidth_share=0.5))
+reduced_s = slow_calls.loc[slow_calls["link"] == "between hosts", "seconds"].sum()
+bars = estimate_rank_step(groups, "h100-8x").time.bars
+backward_s = sum(bar.dur_s for bar in bars if bar.stream == "compute" and bar.name.startswith("backward"))
+claim("0.28 s behind 0.18 s", (round(reduced_s, 2), round(backward_s, 2)) == (0.28, 0.18))
+fours = rows[(rows["checkpointing"] == "none") & (rows["batch"] == 4)].set_index("candidate")["shard_over"]
+at_1_ms = {over: estimate_rank_step(found.load_simulation(at), slow_hosts).time.step_s for at, over in fours.items()}
+claim("with four sequences the groups lose at 1 ms, too", at_1_ms[None] < at_1_ms[8])
 speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}
 costs = [speeds["none", batch, over] / speeds["full", batch, over] for batch in (1, 4) for over in (None, 8)]
 claim("recomputing everything costs about a quarter", all(1.2 < each < 1.3 for each in costs))
@@ -653,6 +690,8 @@ claim("one sequence and nothing recomputed fits, sharded over all", fits["none",
 whole_mesh = rows[(rows["checkpointing"] == "none") & rows["shard_over"].isna()]
 needed = whole_mesh.set_index("batch")["needed_bytes"]
 claim("about 13 GiB a sequence", 12.5 < (needed[4] - needed[1]) / 3 / GIB < 13.5)
+took = whole_mesh.set_index("batch")["step_s"]
+claim("and 0.24 s", round((took[4] - took[1]) / 3, 2) == 0.24)
 claim("it beats four sequences with everything recomputed", speeds["none", 1, None] > speeds["full", 4, None])
 
 # %% [markdown]
@@ -711,7 +750,7 @@ for name in ("peak_total_bytes", "all_reduce_count", "all_reduce_wire_bytes"):
 # %% [markdown]
 # | it knows | it does not know |
 # |---|---|
-# | peak memory of rank 0, and its moment; of others with `rank="different"` | the loss, or whether gradients overflow |
+# | peak memory of rank 0, and its moment | the loss, or whether gradients overflow |
 # | calls, sizes and groups of all collectives | which rank is late, or which card is broken |
 # | which of these leave a host (section 6) | how long the data loader takes |
 # | by estimate, seconds | seconds by measurement |
@@ -727,8 +766,7 @@ claim("branching is", "clips.py:12" in said and "norm > 1" in said)
 #
 # 1. One process can play one rank of a thousand. Its bytes are those of a real CPU rank.
 # 2. A rank holds a share, which shrinks with the number of GPUs, and an own part, which does not.
-# 3. Here it paid to shard first, to shrink the batch next, and to recompute last. Confirm what a rule says by a whole
-#    simulation, and ask what a slower network changes.
+# 3. Here it paid to shard first, to shrink the batch next, and to recompute last. Ask what a slower network changes.
 #
 # | if | then |
 # |---|---|
@@ -751,7 +789,7 @@ pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 # %% [markdown]
 # **Ask yourself**
 #
-# <details><summary>1. A simulation of 1024 ranks takes as long as one of 8. Why?</summary>
+# <details><summary>1. A simulation of 1024 ranks takes about as long as one of 8. Why?</summary>
 #
 # One rank runs in either. The number of ranks only changes the sizes of its shards and what it hands to collectives.
 #
