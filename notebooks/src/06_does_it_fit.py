@@ -659,6 +659,8 @@ claim("else it is early, or in the root", rows["peak_in"].str.contains(r"s\.30$|
 claim("in the root with four sequences", {*rows.loc[rows["peak_in"].str.endswith("root"), "batch"]} == {4})
 claim("8.3 or 8.4 where it is early", all(8.25 < size < 8.45 for way, size in more.items() if way not in late))
 claim("more where it is late", all(9 < more[way] < 11 for way in late))
+
+# %% tags=["claim"]
 claim("the groups win at 1 ms alone", [*quicker.values()] == [64, 64, 8])
 outside = sent[sent["link"] == "between hosts"].groupby(level=0).sum(numeric_only=True)
 claim("98 calls cross hosts, and with groups 33", [*outside["calls"].sort_values()] == [33, 98])
@@ -679,6 +681,8 @@ claim("0.28 s behind 0.18 s", (round(reduced_s, 2), round(backward_s, 2)) == (0.
 fours = rows[(rows["checkpointing"] == "none") & (rows["batch"] == 4)].set_index("candidate")["shard_over"]
 at_1_ms = {over: estimate_rank_step(found.load_simulation(at), slow_hosts).time.step_s for at, over in fours.items()}
 claim("with four sequences the groups lose at 1 ms, too", at_1_ms[None] < at_1_ms[8])
+
+# %% tags=["claim"]
 speeds = {(row.checkpointing, row.batch, row.shard_over): row.batch / row.step_s for row in rows.itertuples()}
 costs = [speeds["none", batch, over] / speeds["full", batch, over] for batch in (1, 4) for over in (None, 8)]
 claim("recomputing everything costs about a quarter", all(1.2 < each < 1.3 for each in costs))
