@@ -70,7 +70,7 @@ IN_THE_NOTEBOOK = [
     (simulation.chosen, ()),
     (step_time.forward_s, ()),
     (step_time.backward_s, ()),
-    (step_time.defence, ()),
+    (step_time.choose, ()),
 ]
 
 ODD = [None, Fraction(1, 3), 10**5000, [10**5000], (10**5000, 1), float("nan"), "many", object(), numpy.arange(3)]

@@ -1,31 +1,27 @@
 """Checks of lab 6b, how long?"""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import labkit
-from labkit.runs.result import RunResult
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
-from labkit_simulate.estimate import RankStepEstimate, estimate_rank_step
+from labkit_simulate.estimate import COMPUTE_ERROR, LINK_ERROR, RankStepEstimate
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import Hardware, get_hardware
-from launch.given import TRAIN
+from labkit_simulate.theory.step_time import StepTime
+from labkit_simulate.theory.transformer import LLAMA_2_7B
 
 LAB = "step_time"
-# The task of exercise 3: so many GPUs, the first blocks of the model, sequences of 1024 tokens, six
-# sizes of a group, and four networks, each with its latency in µs and the job's share of a card.
-RANKS, LAYERS, SEQUENCE = 1024, 8, 1024
-SIZES = (8, 16, 32, 64, 128, 256)
-LATENCIES_US, PARTS = (14, 434), (1.0, 0.9)
-NETWORKS = [(us, part) for us in LATENCIES_US for part in PARTS]
-FIGURES = ("latency", "cards")
-ANSWER = ("shard_over", "low_ms", "high_ms", "slower", "measure_first")
-APART, WIDER = 1.2, 1.02
-"""How much longer counts as slower, and how far a range may go beyond what is known."""
+# The task of exercise 3: a million steps of so many sequences, whatever the number of GPUs, on four
+# networks, each with its latency in µs and the job's share of a card.
+STEPS, SEQUENCES, SEQUENCE = 1_000_000, 1024, 2048
+GPUS, GROUPS, DEADLINE_DAYS = (256, 512, 1024), (32, None), 8
+NETWORKS = [(us, part) for us in (14, 434) for part in (1.0, 0.9)]
+Plans = Mapping[str, Mapping[str, Any]]
+"""Plans by name; ``gpus`` is a number, ``days`` are the least and the most by network."""
 
 
 @exercise
@@ -68,98 +64,193 @@ def backward_s(answer: Callable[..., Any]) -> Verdict:
     return judge.passing_verdict(f"{len(cases)} passes end when they should")
 
 
-@exercise
-def defence(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: how many GPUs share a model on four networks, the range of the step, which sizes
-    are told apart from it, and which figure to measure first.
+@dataclass(frozen=True)
+class Question:
+    """Plans of which one is right, and what is said of another.
+
+    Attributes:
+        plans: as the learner's function gets them.
+        deadline_days: by when the training must be over.
+        right: the plan to rent, None for none.
+        said: what is wrong with the other plan.
+        hint: where to look.
     """
-    found = judge.call_answer(answer)
-    is_dict = isinstance(found, Mapping) and set(found) == set(ANSWER)
-    expect(is_dict, f"it gave {judge.value_text(found)}", f"a dict with {', '.join(ANSWER)}")
-    size, low_ms, high_ms, slower, first = (found[name] for name in ANSWER)
-    are_numbers = all(isinstance(each, Real) for each in (low_ms, high_ms))
-    expect(are_numbers and low_ms < high_ms, f"{low_ms!r} to {high_ms!r} is no range of numbers")
-    expect(first in FIGURES, f"measure_first is {first!r}", " or ".join(map(repr, FIGURES)))
-    expect(size in SIZES, f"shard_over is {size!r}", f"one of {', '.join(map(str, SIZES))}")
-    estimates = {at: task_estimates(*at) for at in NETWORKS}
-    steps = {
-        at: {one: each.time.step_s for one, each in row.items()} for at, row in estimates.items()
+
+    plans: Plans
+    deadline_days: float
+    right: str | None
+    said: str
+    hint: str = ""
+
+
+def _plan(gpus: int, quick: tuple[float, float], slow: tuple[float, float]) -> dict[str, Any]:
+    return {"gpus": gpus, "days": {"quick": quick, "slow": slow}}
+
+
+QUESTIONS = [
+    Question(
+        {"sure": _plan(512, (5, 6), (6, 7)), "cheap": _plan(256, (5, 7), (9, 12))},
+        8,
+        "sure",
+        "it rents the plan that is late for certain on the slow network",
+        "A plan has to be over in time on every network.",
+    ),
+    Question(
+        {"sure": _plan(512, (5, 6), (5, 6.5)), "cheap": _plan(256, (6, 7.5), (6, 9))},
+        8,
+        "sure",
+        "it rents a plan that may take 9 days on the slow network, and there are 8",
+        "A promise is about the most that a plan may take, not about the middle of its range.",
+    ),
+    Question(
+        {"some": _plan(512, (5, 9), (6, 12)), "more": _plan(1024, (4, 5), (7, 9))},
+        8,
+        None,
+        "no plan is sure to be over in 8 days, and it rents one",
+        "They want to hear it if nobody can promise the date: return None.",
+    ),
+    Question(
+        {"many": _plan(1024, (2, 3), (2.5, 3.5)), "few": _plan(256, (5, 6), (6, 7))},
+        8,
+        "few",
+        "it rents 1024 GPUs, which cost more on every network than the 256 that are in time, too",
+        "Once it is in time, nobody pays for being early. A bill counts GPUs times hours.",
+    ),
+    Question(
+        {"steady": _plan(512, (6, 7), (6.5, 7.2)), "wide": _plan(512, (4, 6.5), (5, 6.9))},
+        8,
+        "wide",
+        "it rents the plan with the narrow range, which costs more on every network",
+        "Ranges that overlap are no reason: compare two plans on the same network.",
+    ),
+    Question(
+        {"gamble": _plan(512, (2.0, 2.2), (6, 7.5)), "even": _plan(512, (2.1, 2.3), (3, 3.5))},
+        8,
+        "even",
+        "it saves 5 % if the network is quick, and pays twice as much if it is slow",
+        "Nobody said that the network is quick. What does a plan cost where it is worst?",
+    ),
+]
+KINDS = {
+    "largest": (
+        _plan(100, (2.7, 3.3), (4.5, 5.5)),
+        "keeps the largest bill low, and may pay three times as much as needed on a quick network",
+    ),
+    "equal": (
+        _plan(100, (1.215, 1.485), (5.0, 6.1)),
+        "adds up the networks, as if each were as likely: say where you have the odds from",
+    ),
+    "near": (
+        _plan(100, (0.9, 1.1), (5.4, 6.6)),
+        "stays near the cheapest plan of each network, even if the largest bill is a bit larger",
+    ),
+}
+"""Plans among which the criteria differ that can be defended, and what choosing one gives up."""
+
+
+@exercise
+def choose(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 3: a criterion by which to rent GPUs, from (plans, deadline_days)."""
+    judge.raise_if_not_attempted(answer)
+    for question in QUESTIONS:
+        # In both orders, because a criterion does not depend on which plan stands first.
+        for names in (list(question.plans), list(question.plans)[::-1]):
+            plans = {name: question.plans[name] for name in names}
+            found = _chosen(answer, plans, question.deadline_days)
+            right = repr(question.right)
+            expect(found == question.right, question.said, right, question.hint)
+    kind = _chosen(answer, {name: plan for name, (plan, _) in KINDS.items()}, DEADLINE_DAYS)
+    expect(kind is not None, "it rents none of three plans that are in time", "one of them")
+    name = _chosen(answer, rental_plans(), DEADLINE_DAYS)
+    late = "of the real plans it rents one that may be late, or none"
+    in_time = [each for each, plan in rental_plans().items() if _most_days(plan) <= DEADLINE_DAYS]
+    expect(name in in_time, late, f"one of {', '.join(in_time)}")
+    reason = (getattr(answer, "__doc__", "") or "").strip()
+    hint = "One sentence in quotes, as the first line of the function: why is this right for them?"
+    expect(bool(reason), "your criterion works, and does not say why it is right", hint=hint)
+    return judge.passing_verdict(f"you rent {name}. Your criterion {KINDS[kind][1]}")
+
+
+def _most_days(plan: Mapping[str, Any]) -> float:
+    return max(most for _, most in plan["days"].values())
+
+
+def _chosen(answer: Callable[..., Any], plans: Plans, deadline_days: float) -> str | None:
+    """Return the plan that the learner's function takes, from a copy that it may change."""
+    copy = {
+        name: {"gpus": plan["gpus"], "days": dict(plan["days"])} for name, plan in plans.items()
     }
-    _judge_size(size, steps)
-    _judge_range(low_ms, high_ms, {at: row[size] for at, row in estimates.items()})
-    _judge_slower(slower, size, steps)
-    mine = {at: row[size] for at, row in steps.items()}
-    moves = {
-        "latency": max(mine[434, part] / mine[14, part] for part in PARTS),
-        "cards": max(mine[us, 0.9] / mine[us, 1.0] for us in LATENCIES_US),
-    }
-    said = f"{first} moves your step by a factor of {moves[first]:.2f} at most"
-    hint = "Change one figure from end to end, and leave the other as it is."
-    expect(first == max(FIGURES, key=lambda name: moves[name]), said, "the other figure", hint)
-    return judge.passing_verdict(
-        f"groups of {size}: {low_ms:.0f} to {high_ms:.0f} ms, never far from the best"
+    found = judge.call_answer(answer, copy, deadline_days, in_words="choose(plans, deadline_days)")
+    expect(
+        found is None or (isinstance(found, str) and found in plans),
+        f"it gave {judge.value_text(found)}",
+        f"None, or the name of a plan: {', '.join(plans)}",
     )
+    return found
 
 
-Steps = Mapping[tuple[int, float], Mapping[int, float]]
-"""Seconds by network and by size of a group."""
+@functools.cache
+def rental_plans() -> Plans:
+    """Return the plans of exercise 3: all blocks of Llama 2 7B, by the formula of section 4."""
+    plans = {}
+    for gpus in GPUS:
+        for size in GROUPS:
+            days = {at: _days(gpus, size, network(*at)) for at in NETWORKS}
+            name = f"{gpus} GPUs, " + (f"groups of {size}" if size else "one group")
+            plans[name] = MappingProxyType({"gpus": gpus, "days": MappingProxyType(days)})
+    return MappingProxyType(plans)
 
 
-def _judge_size(size: int, steps: Steps) -> None:
-    """Expect the size whose worst share of the best speed is largest."""
-
-    def share(one: int, at: tuple[int, float]) -> float:
-        return min(steps[at].values()) / steps[at][one]
-
-    best = max(SIZES, key=lambda one: min(share(one, at) for at in NETWORKS))
-    at = min(NETWORKS, key=lambda at: share(size, at))
-    said = f"groups of {size} have {share(size, at):.0%} of the best speed with {_words(at)}"
-    hint = "Look at the worst network of each size, and take the size that is best there."
-    expect(size == best, said, "a size that is nowhere so far from the best", hint)
-
-
-def _judge_range(
-    low_ms: float, high_ms: float, mine: Mapping[tuple[int, float], RankStepEstimate]
-) -> None:
-    """Expect a range that holds the step on all networks, error bounds included, and no more."""
-    hint = "The error bounds of the estimate belong to the range, on all four networks."
-    for at, step in mine.items():
-        low, high = 1e3 * step.low_s, 1e3 * step.high_s
-        said = f"with {_words(at)} the step may take {low:.1f} to {high:.1f} ms"
-        holds = low_ms <= low * 1.005 and high_ms >= high * 0.995
-        yours = f"{said}, and yours is {low_ms:.1f} to {high_ms:.1f}"
-        expect(holds, yours, "a range around it", hint)
-    least_ms, most_ms = (
-        1e3 * min(step.low_s for step in mine.values()),
-        1e3 * max(step.high_s for step in mine.values()),
+def _days(gpus: int, size: int | None, hosts: Hardware) -> tuple[float, float]:
+    """Return the least and the most days: every task as short, or as long, as its factor allows."""
+    shape = {"shard_over": size, "layers": None, "sequence": SEQUENCE, "batch": SEQUENCES // gpus}
+    least, most = (
+        theory.sharded_step_s(ranks=gpus, hosts=each, **shape)  # type: ignore[arg-type]
+        for each in (
+            _slowed(hosts, 1 / COMPUTE_ERROR, 1 / LINK_ERROR),
+            _slowed(hosts, COMPUTE_ERROR, LINK_ERROR),
+        )
     )
-    is_narrow = low_ms >= least_ms / WIDER and high_ms <= most_ms * WIDER
-    said = f"{low_ms:.1f} to {high_ms:.1f} ms is wider than what is known"
-    expect(is_narrow, said, f"{least_ms:.1f} to {most_ms:.1f} ms")
+    return least * STEPS / 86400, most * STEPS / 86400
 
 
-def _judge_slower(slower: Any, size: int, steps: Steps) -> None:
-    """Expect for each network the sizes that are told apart from the chosen one."""
-    is_lists = isinstance(slower, Mapping) and all(
-        isinstance(each, Collection) and not isinstance(each, str) for each in slower.values()
-    )
-    keys = ", ".join(map(str, NETWORKS))
-    said = f"slower is {judge.value_text(slower)}"
-    expect(is_lists and set(slower) == set(NETWORKS), said, f"a list for each of {keys}")
-    for at in NETWORKS:
-        right = {one for one in SIZES if steps[at][one] > APART * steps[at][size]}
-        said = f"with {_words(at)} you say that {_sizes(slower[at])} are slower"
-        hint = f"Slower is what takes more than {APART} times as long as your way on that network."
-        expect(set(slower[at]) == right, said, _sizes(right), hint)
+def _slowed(hosts: Hardware, computing: float, links: float) -> Hardware:
+    """Return hosts whose operators and collectives take so many times as long."""
+    return replace(
+        hosts,
+        matmul_share=hosts.matmul_share / computing,
+        memory_bytes_per_s=hosts.memory_bytes_per_s / computing,
+        operator_s=hosts.operator_s * computing,
+    ).with_links(hosts.links.slower(links))
 
 
-def _sizes(sizes: Collection[Any]) -> str:
-    return ", ".join(str(size) for size in SIZES if size in sizes) or "none"
+def all_blocks_s(time: StepTime, blocks: int = 8, whole: int = LLAMA_2_7B.layers) -> float:
+    """Return the seconds of a step with all blocks, continued from the record of a few.
 
+    Each further block adds what lies between two in the middle of the record: in the forward pass,
+    and on the stream of the backward pass that falls behind. The optimizer grows with the
+    parameters.
 
-def _words(at: tuple[int, float]) -> str:
-    us, part = at
-    return f"{us} µs and {part:.0%} of each card"
+    Args:
+        time: the estimated step of ``train.py``.
+        blocks: that it has, at least eight.
+        whole: number of blocks to continue to.
+    """
+    ends: dict[str, list[float]] = {}
+    for bar in time.bars:
+        ends.setdefault(bar.name, []).append(bar.end_s)
+
+    def between(task: str, before: int, after: int, which: Callable[..., float] = min) -> float:
+        first, second = (ends.get(f"{task} blocks.{block}") for block in (before, after))
+        return which(second) - which(first) if first and second else 0.0
+
+    ahead = between("forward", 4, 5)
+    # A block is gathered in both passes, so its last gather is the one of the backward pass.
+    back = [between(task, 3, 2) for task in ("backward", "reduce_scatter", "all_reduce")]
+    further_s = ahead + max(*back, between("all_gather", 3, 2, max))
+    update_s = sum(bar.dur_s for bar in time.bars if bar.name.startswith("optimizer"))
+    grown = [replace(LLAMA_2_7B, layers=number).parameters for number in (blocks, whole)]
+    return time.step_s + (whole - blocks) * further_s + update_s * (grown[1] / grown[0] - 1)
 
 
 def network(latency_us: float, share: float = 1.0) -> Hardware:
@@ -173,30 +264,21 @@ def network(latency_us: float, share: float = 1.0) -> Hardware:
     return hosts.with_network(latency_us=latency_us, bandwidth_share=share, measured=True)
 
 
-@functools.cache
-def task_estimates(latency_us: float, share: float) -> Mapping[int, RankStepEstimate]:
-    """Return the estimated step of exercise 3 by the size of a group.
+def ways_left(
+    estimates: Mapping[int, Sequence[RankStepEstimate]], *, whole: bool, margin: float
+) -> list[int]:
+    """Return the sizes of groups that no other size beats by more than a margin.
 
     Args:
-        latency_us: of a step between hosts.
-        share: what the job has of each network card.
+        estimates: steps by size, each on the same networks in the same order.
+        whole: whether the steps are continued to all blocks.
+        margin: as a fraction.
     """
-    hosts = network(latency_us, share)
-    return MappingProxyType(
-        {size: estimate_rank_step(result, hosts) for size, result in _simulations().items()}
-    )
-
-
-@functools.cache
-def _simulations() -> dict[int, RunResult]:
-    """Simulate the task once for each size of a group; nothing in it depends on the network."""
-    found = labkit.plan(
-        TRAIN,
-        world_size=RANKS,
-        hardware="h100-8x",
-        shard_over=list(SIZES),
-        batch=1,
-        layers=LAYERS,
-        sequence=SEQUENCE,
-    )
-    return {size: found.load_simulation(place) for place, size in enumerate(SIZES)}
+    steps = {
+        str(size): {
+            str(place): all_blocks_s(each.time) if whole else each.time.step_s
+            for place, each in enumerate(row)
+        }
+        for size, row in estimates.items()
+    }
+    return [int(size) for size in theory.unbeaten(steps, margin)]

@@ -1,7 +1,8 @@
 """What others have measured and published, with its configuration, to hold predictions against.
 
 The first row of each tuple gave a share of the peak that matrix products reach: torchtitan's on
-H100 and A100 ``Hardware.matmul_share``, vTrain's ``VTRAIN_SHARE``. All others are predicted.
+H100 and A100 ``Hardware.matmul_share``, vTrain's ``VTRAIN_SHARE``. ``VTRAIN_FITTED`` gave the
+cards of vTrain's hosts. All others are predicted.
 
 Sources, the first two of torchtitan (PyTorch's own trainer):
 
@@ -198,6 +199,8 @@ VTRAIN_STEPS_MS = (
 )
 """Tensor parallelism, micro batch and milliseconds of each row of benchmarks/data/vtrain.csv."""
 VTRAIN_RESULTS = _vtrain_results()
+VTRAIN_FITTED = [line for line in VTRAIN_RESULTS if line.setup.tensor > 8]
+"""Rows with tensor parallelism over two hosts: they gave ``VTRAIN_CARDS``, at 78 µs."""
 
 
 def _nanotron_result(
@@ -235,15 +238,17 @@ TORCHTITAN_TENSOR_RESULTS = (
 
 
 def estimated_over_published(
-    slower: float = 1.0, latency_us: float | None = None
+    slower: float = 1.0, latency_us: float | None = None, *, fitted: bool = True
 ) -> list[tuple[int, float]]:
-    """Return hosts, and estimated over published seconds, of each row that lab 6b predicts.
+    """Return hosts, and estimated over published seconds, of each row that lab 6b looks at.
 
     They are IBM's, vTrain's but the first, and torchtitan's with tensor parallelism.
 
     Args:
         slower: how many times as long everything takes on the links.
         latency_us: of a step between hosts, by default that of the hardware.
+        fitted: whether to return vTrain's rows with tensor parallelism over two hosts, too, to
+            which its hosts' network cards were fitted.
     """
 
     def changed(hosts: Hardware) -> Hardware:
@@ -255,6 +260,8 @@ def estimated_over_published(
         step_s = row.training.estimate_step(changed(row.hardware)).time.step_s
         pairs.append((row.training.ranks // 8, step_s * row.tokens_per_s / row.training.tokens))
     for line in (*VTRAIN_RESULTS[1:], *TORCHTITAN_TENSOR_RESULTS):
+        if line in VTRAIN_FITTED and not fitted:
+            continue
         step_s = line.setup.estimate_step(changed(line.hosts)).step_s
         pairs.append((line.setup.ranks // 8, step_s / line.step_s))
     return pairs

@@ -16,7 +16,7 @@
 # - choose for a network that you do not know, and defend the choice.
 #
 # You need labs 0, 2 and 6. The lab takes about {core_minutes} minutes, and its exercises are marked • (easy), ••
-# (harder) or ••• (hard). A simulation takes some seconds, as long for a rank of 1024 as for one of 8. Where a commit is
+# (harder) or ••• (hard). Where a commit is
 # called a bet, nothing that you have read gives the answer.
 #
 # ## What this machine can do
@@ -65,7 +65,7 @@ GPUS, HOSTS = get_hardware("h100-8x"), RANKS // 8
 # %% [markdown]
 # ## 1. What do the seconds rest on? ({minutes} minutes)
 #
-# Here is the table's entry for hosts of eight H100. `GPUS.sources` has the source of each figure.
+# Here is the table's entry for hosts of eight H100.
 
 # %%
 figures = {
@@ -105,37 +105,38 @@ plots.comparison_table(times_us, yours=mine_operators, tolerance=0.05, column="e
 
 # %% [markdown]
 # Each operator costs one more microsecond, for starting it. *The sum takes a tenth of the time of the GEMM, with an
-# eight-thousandth of its arithmetic*, which is why norms and activations cost so much. The tenth rests on the 44 %: of a
-# GEMM that reaches 80 % it would be a sixth.
+# eight-thousandth of its arithmetic*, which is why norms and activations cost so much.
 #
 # *Takeaway: an operator is bound by arithmetic or by memory. Ask of each figure in an estimate whether it was measured,
 # fitted or guessed.*
 
 # %% tags=["claim"]
 claim("the sum takes a tenth of the time", 0.08 < times_us["sum_us"] / times_us["gemm_us"] < 0.12)
-quick_gemm = replace(GPUS, matmul_share=0.8)
-claim("a sixth with 80 %", 5.5 < operator_s(gemm, quick_gemm) / operator_s(total, quick_gemm) < 6.2)
 claim("an eight-thousandth of its arithmetic", round(gemm.flops / 4096**2, -3) == 8000)
 claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 
 # %% [markdown]
 # ## 2. How long does a gather take? ({minutes} minutes)
 #
-# A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. In a ring of n ranks, a rank's shard makes n − 1
-# hops, of which one less than there are hosts cross the network. The bytes that leave a GPU, (n − 1)/n of the 405 MB,
-# hardly grow with n, but every hop has its latency.
+# A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. The n GPUs form a **ring**, in which each shard
+# makes n − 1 hops, and as many of them cross the network as there are further hosts. The bytes that leave a GPU,
+# (n − 1)/n of the 405 MB, hardly grow with n, but every hop has its latency.
 #
 # How long a hop takes depends on NCCL's **protocol**, the way in which data go from one GPU to the next. *Simple* sends
 # large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own signal, so a hop has a
 # shorter latency, but a part of each line is no payload. To choose among Simple, LL128 and LL, NCCL compares 14, 4 and
 # 2.7 µs a hop between hosts. labkit keeps these ratios: 78 µs for Simple become 78 · 2.7 / 14 = 15 µs for LL.
 #
-# With any of them (see the table) a gather takes about
+# With each protocol, whose figures the next table has,
 #
-# 35 µs for the call + hops inside · their latency + hops between · theirs + bytes / (345 GB/s · payload).
+# - a **gather** takes about 35 µs for the call + hops inside · their latency + hops between · theirs + bytes / (345 GB/s
+#   · payload);
+# - a **reduce-scatter** takes as long as a gather of as many bytes;
+# - an **all-reduce** takes the quicker of two algorithms: a ring costs a reduce-scatter and a gather, and a **tree** of
+#   the hosts 2 · log2(hosts) hops between them, with twice the bytes.
 #
 # The 35 µs, and the copies on the GPU that leave 345 of its 450 GB/s, were fitted to A100s. The eight cards of a host
-# reach 380 GB/s together, so they are no bottleneck, as long as you have them for yourself.
+# reach 380 GB/s together, so they are no bottleneck, if you have them for yourself.
 #
 # Commit: how many milliseconds does a gather of a block take on 128 hosts, by each protocol?
 
@@ -179,8 +180,7 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 
 # %% [markdown]
 # *The more hosts there are, the more the shorter latency is worth: on one host Simple is the quickest, on 8 LL128, and
-# on 128 LL.* There the gather takes four times as long as on one host, and with Simple it would take twelve times as
-# long. But NCCL does not know the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
+# on 128 LL.* There a gather takes four times as long as on one host, with Simple twelve times. But NCCL does not know the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
 # 5.16 ms instead of 4.60. We go on with the quickest, so steps on many hosts may be some percent too short.
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes, and NCCL chooses the protocol by its own table,
@@ -203,6 +203,14 @@ claim("four times as long as on one host", 3.9 < block_ms[128] / block_ms[1] < 4
 claim("with Simple twelve times", 11.5 < gathers["Simple"][128] / block_ms[1] < 12.5)
 claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
 claim("78 µs become 15 µs for LL", round(hops_us["LL"][1], 1) == round(78 * 2.7 / 14, 1) == 15.0)
+group, simple = Group(1024, 128), ONE_PROTOCOL["Simple"]
+ring_s = collective_s("all_reduce", 4e8, group, simple, algorithm="ring")
+halves_s = collective_s("reduce_scatter", 4e8, group, simple) + collective_s("all_gather", 4e8 / 1024, group, simple)
+claim("a ring costs a reduce-scatter and a gather", abs(ring_s / halves_s - 1) < 0.02)
+slow_s, quick_s = (
+    collective_s("all_reduce", 4e8, group, simple.with_network(latency_us=us), algorithm="tree") for us in (78, 14)
+)
+claim("a tree has 2 · log2(hosts) hops", round((slow_s - quick_s) / 64e-6, 6) == 2 * numpy.log2(128))
 by_hand_ms = {
     (name, hosts): 0.035
     + 1e-3 * (7 * hosts * inside + (hosts - 1) * between)
@@ -355,15 +363,15 @@ for place, (name, result) in enumerate(steps.items()):
     ends_ms[name] = (sent.start_us + sent.dur_us).max() / 1e3
     if mine_passes[name]:
         _ = ax_steps.plot([mine_passes[name]] * 2, [2.4 * place - 0.5, 2.4 * place + 1.5], **style.PREDICTION_STYLE)
-plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.05, column="in the record")
+plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.05, column="simulated")
 
 # %% [markdown]
 # *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer.* Two
-# thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. Your
-# functions and the record follow nearly the same rule, so they agree within 5 %: that tests your functions, and not the rule.
+# thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. The
+# simulation follows nearly the same rule, so this tests your functions, not the rule.
 #
-# *Takeaway: messages hide as long as a unit computes for longer than the stream needs for what it sends meanwhile: one
-# gather in the forward pass, a reduce-scatter and a gather in the backward pass.*
+# *Takeaway: messages hide as long as a block computes for longer than they take: a gather in the forward pass, a
+# reduce-scatter and a gather in the backward pass.*
 
 # %% tags=["claim"]
 claim("the root has 262 million parameters", round(LLAMA_2_7B.root_parameters / 1e6) == 262)
@@ -409,8 +417,8 @@ ax = simulate_plots.total_throughput(speeds, note="8 × H100 a host, latency of 
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
-# So it is often drawn, and now commit, from the figure: how fast is one GPU of 1024, in percent of one GPU of the smallest cluster that is drawn? The
-# next figure will show your answers as crosses.
+# So it is often drawn. Commit, from the figure: how fast is one GPU of 1024, in percent of one of the smallest cluster
+# that is drawn? The next figure shows your answers as crosses.
 
 # %% tags=["commit"]
 mine_kept = commit(weak_percent=None, strong_percent=None)
@@ -431,11 +439,11 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 
 # %% [markdown]
 # *The same numbers, but for one GPU and on an axis that begins at 0: at 1024 GPUs each has lost half of its speed, or
-# nearly so.* In weak scaling it gains a little at first, as its optimizer has a smaller shard to update.
+# nearly so.*
 #
 # <details><summary>Where does the time go?</summary>
 #
-# In weak scaling each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do
+# In weak scaling it gains a little at first, as its optimizer has a smaller shard to update. Each GPU computes for as long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do
 # not. In strong scaling each GPU computes a quarter of what it did among 256, and its gathers have more hops.
 #
 # </details>
@@ -456,7 +464,7 @@ claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[12
 # of 434 µs, with half of each card, and with Simple alone? With 78 µs, whole cards and the quickest protocol it keeps
 # 57 % (8 blocks; 55 % with all 32).
 #
-# Then turn the figures yourself. What do twice the tokens on a GPU do about it? *run it* simulates the same step.
+# Then turn the figures yourself. What do twice the tokens on a GPU do about it?
 
 # %% tags=["commit"]
 mine_hurt = commit(latency_434=None, half_cards=None, simple=None)
@@ -474,32 +482,28 @@ def left(**turned: Any) -> int:
 
 
 hurt = {"latency_434": left(latency_us=434), "half_cards": left(share=0.5), "simple": left(protocol=(SIMPLE,))}
-plots.comparison_table(hurt, yours=mine_hurt, tolerance=0.1, column="estimated")
-
-# %%
+display(plots.comparison_table(hurt, yours=mine_hurt, tolerance=0.1, column="estimated"))
 widgets.StepExplorer()
 
 # %% [markdown]
 # <details><summary>What you should have found</summary>
 #
 # With 14 µs a GPU keeps 85 %. With twice the tokens, at 78 µs, it keeps 89 %, because a longer computation hides a longer
-# gather. The explorer's formula keeps the last block gathered between the passes. `train.py` gathers it again, so the
-# simulated step has one more gather, and takes 143 ms instead of 140.
+# gather. The simulated step takes 143 ms instead of 140, as `train.py` gathers the last block once more.
 #
 # </details>
 #
-# So the result is not a percentage. It is a **range**, and the name of the figure that decides. Each task of a step is
-# taken to be off by a factor:
+# So the result is a **range**, and the name of the figure that decides. Every task of a step is scheduled once as short
+# as its factor allows, and once as long:
 #
 # | task | factor | within it |
 # |---|---|---|
 # | computation | 1.2 | 20 of 21 published steps that hide their network |
 # | collective over a measured network | 1.25 | 328 of 329 measured all-reduces, predicted from others |
+# | collective over one that nobody measured | none | 3 of 9 all-reduces between B200s, predicted from one host, within 1.25 |
 #
-# Both cover at least nine in ten. For a network that nobody measured there is no such factor: of nine all-reduces on four
-# hosts of B200s, predicted from one host, three lay within 1.25. So take the network at both of its ends, 14 and 434 µs,
-# as if each were measured. A step is scheduled with every task as short as its factor allows, and with every task as
-# long, and the range goes from the least to the most. How many steps lie in it, nobody has counted.
+# So take an unknown network at both of its ends, 14 and 434 µs, as if each were measured. Nobody has counted how many
+# steps lie in such a range.
 #
 # *Takeaway: an estimate is a range with the name of the figure behind it, and a factor counts only with what it covers.*
 
@@ -516,7 +520,7 @@ claim("1.2 and 1.25", (COMPUTE_ERROR, LINK_ERROR) == (1.2, 1.25))
 #
 # In lab 6 `shard_over` decided about memory. At 1024 GPUs it decides about time: groups of so many neighbours share a
 # model, and gathers stay within the group. Between the groups an all-reduce adds up the gradients, while the backward
-# pass goes on. This is **HSDP**, hybrid sharding. Here are seven ways to shard the 8 blocks, and three of them drawn:
+# pass goes on. This is **HSDP**, hybrid sharding. Here are three of seven ways to shard the 8 blocks:
 
 # %% tags=["nbval-ignore-output"]
 how = task | {"world_size": RANKS, "hardware": GPUS}
@@ -528,10 +532,10 @@ _ = plots.timelines_by_run({f"groups of {size}": ways[size] for size in (8, 32, 
 # *Groups of 8 gather inside a host, but the all-reduces of their large shards go on after the backward pass. One group of
 # 1024 needs no all-reduce, but its gathers are exposed, and groups of 32 have little of both.*
 #
-# Now on four networks, with the range over all four:
+# Now at the four corners of what we do not know: 14 or 434 µs, whole cards or half. The range covers all four:
 
 # %%
-NETWORKS = {"14 µs": (14, 1.0), "78 µs": (78, 1.0), "434 µs": (434, 1.0), "78 µs, half cards": (78, 0.5)}
+NETWORKS = {"14 µs": (14, 1.0), "14 µs, half": (14, 0.5), "434 µs": (434, 1.0), "434 µs, half": (434, 0.5)}
 estimates = {
     size: [estimate_rank_step(way, checks.network(*each)) for each in NETWORKS.values()] for size, way in ways.items()
 }
@@ -544,34 +548,40 @@ steps_ms.rename_axis("shard_over, ms").round(1)
 
 # %% [markdown]
 # *All the ranges overlap.* But the low end of one belongs to a quick network and the high end of another to a slow one. So
-# compare ways on the same network. A way is **out** if some other one is nowhere slower by more than a margin, and on one
-# network quicker by more than it.
+# compare ways on the same network. A way is **out** if another is nowhere slower by more than a margin, and
+# somewhere quicker by more.
 #
-# Which margin? An error that both ways share cancels, but nobody measured how much they share. Try up to 20 %, as much as
-# a computation may be off.
+# Which margin? Errors that both ways share cancel, but nobody measured how much they share. Try up to 20 %, as much as a
+# computation may be off. The last column continues the steps to all 32 blocks, each as long as the one before.
 
 # %%
-way_steps = {str(size): dict(zip(NETWORKS, steps_ms.loc[size, [*NETWORKS]], strict=True)) for size in ways}
-still_in = {margin: theory.unbeaten(way_steps, margin) for margin in (0.05, 0.1, 0.2)}
-pandas.Series({f"{margin:.0%}": ", ".join(names) for margin, names in still_in.items()}, name="left").to_frame()
+still_in = {
+    blocks: [checks.ways_left(estimates, whole=blocks == 32, margin=each) for each in (0.05, 0.1, 0.2)]
+    for blocks in (8, 32)
+}
+left_in = {f"left, {blocks} blocks": [", ".join(map(str, row)) for row in rows] for blocks, rows in still_in.items()}
+pandas.DataFrame(left_in, index=["5 %", "10 %", "20 %"]).rename_axis("margin")
 
 # %% [markdown]
-# *Groups of 16, 32 and 64 are left, with a margin of 20 % as with 5. Larger ones lose on the slow network and gain next to
-# nothing on the others, and groups of 8 lose with half cards.* The margin decides all the same: with 26 % groups of 128 would stay.
+# *Groups of 16 and 32 are left with 10 % as with 20. Groups of 8 lose with half cards, and groups above 32
+# where the latency is long, too.* Groups of 64 are at the edge, left only with 8 blocks and 20 %.
 #
 # *Takeaway: to compare two ways, put both on the same network. Overlapping ranges alone do not make them equal.*
 
 # %% tags=["claim"]
 claim("all the ranges overlap", steps_ms["low"].max() < steps_ms["high"].min(), where=TOLD)
-claim("with 26 % 128 would stay", "128" in theory.unbeaten(way_steps, 0.26), where=TOLD)
-claim("16, 32 and 64 are left", all(still_in[each] == ["16", "32", "64"] for each in (0.05, 0.1, 0.2)), where=TOLD)
-quickest_ms = steps_ms.min()
-large = [steps_ms.loc[size] for size in (128, 256, 1024) if TOLD]
-claim("larger ones lose on the slow network", all(each["434 µs"] > 1.2 * quickest_ms["434 µs"] for each in large))
-others = [name for name in NETWORKS if name != "434 µs"]
-claim("and gain next to nothing", all((steps_ms.loc[32, others] < 1.015 * each[others]).all() for each in large))
-half = steps_ms["78 µs, half cards"]
-claim("groups of 8 lose with half cards", half[8] > 1.2 * half[32], where=TOLD)
+left_with = [row for rows in still_in.values() for row in rows[1:]]
+claim("16 and 32 are left with 10 and 20 %", all({16, 32} <= {*row} for row in left_with), where=TOLD)
+with_64 = [(blocks, place) for blocks, rows in still_in.items() for place, row in enumerate(rows) if 64 in row]
+claim("64 only with 8 blocks and 20 %", with_64 == [(8, 2)], where=TOLD)
+claim("and no others", not any({*row} - {16, 32, 64} for rows in still_in.values() for row in rows), where=TOLD)
+best_ms = steps_ms.min()
+larger = [steps_ms.loc[size] for size in (64, 128, 256, 1024) if TOLD]
+claim(
+    "larger ones lose on the slow network", all(row["434 µs, half"] > 1.1 * best_ms["434 µs, half"] for row in larger)
+)
+halves = [name for name in NETWORKS if "half" in name]
+claim("groups of 8 lose with half cards", (steps_ms.loc[8, halves] > 1.2 * best_ms[halves]).all(), where=TOLD)
 waiting = {
     size: ways[size].value("reckoned_exposed_s") / ways[size].value("reckoned_step_s") for size in (8, 32, RANKS)
 }
@@ -580,90 +590,118 @@ claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], whe
 # %% [markdown]
 # ## 7. Defend a choice ({minutes} minutes)
 #
-# ### Exercise 3: the defence (•••, {minutes} minutes)
+# ### Exercise 3: what would you rent? (•••, {minutes} minutes)
 #
-# Somebody trains the same 8 blocks on 1024 GPUs, but with sequences of 1024 tokens. The latency is 14 or 434 µs, and
-# another job may take a tenth of each card: four networks, `(14, 1.0)`, `(14, 0.9)`, `(434, 1.0)` and `(434, 0.9)`.
-# `checks.task_estimates(434, 0.9)` estimates groups of 8 to 256 on one of them: a dictionary by size, whose values have
-# `.time.step_s`, `.low_s` and `.high_s`, in seconds. How should they shard, how long will a step take, and what should
-# they measure first? Return a dictionary:
+# A company wants all 32 blocks trained for a million steps, of 1024 sequences each. You may rent 256, 512 or 1024 GPUs,
+# as one group or in groups of 32. The network has 14 or 434 µs, and whole cards or nine tenths of them. They write:
 #
-# - `"shard_over"`: the size whose worst share is largest. On a network, a size's *share* is the best time there over its
-#   own.
-# - `"low_ms"` and `"high_ms"`: the range of its step over all four networks.
-# - `"slower"`: for each network, a list of the sizes that take more than 1.2 times as long as yours there.
-# - `"measure_first"`: `"latency"` or `"cards"`, the figure that moves your step by the larger factor, from one end to
-#   the other, while the other figure stays.
+# > It must be over in eight days. If no plan can promise that, tell us so. Beyond that only the bill counts, in
+# > GPU-hours.
+#
+# Turn this into a criterion: a function that returns the name of a plan, or `None` for no plan. `plans[name]["gpus"]` is
+# a number, and `plans[name]["days"]` has the least and the most days, by network.
+#
+# Each network has its own bill, so the letter leaves you a choice: what is a low bill, if nobody knows the network?
+# Decide, and say why in a sentence, as the function's docstring. The check asks about made-up plans, then about the real
+# ones, and tells you what your criterion gives up.
 #
 # <details><summary>Hint 1</summary>
 #
-# Begin with a table: the estimates of each network, by network. Everything else is a loop over it.
+# Two steps: which plans keep the promise on every network, and which of those has the best bill?
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# The best time of a network is a minimum over sizes. The worst share of a size is a minimum over networks.
+# On one network, a bill is GPUs · 24 · the middle of the range. Write down the bills of two plans on two networks, one
+# of which is cheaper on the quick network, and the other on the slow one. Which would you defend?
 #
 # </details>
 #
 # <details><summary>Hint 3</summary>
 #
-# The latency moves the step by `step[434, part] / step[14, part]`, for whole cards and for nine tenths. Take the larger.
+# Three ways to rank a plan: by its largest bill, by the sum of its bills, or by the most that it costs above the
+# cheapest plan on the same network. `min(…, key=…, default=None)` covers the case that no plan is left.
 #
 # </details>
 
 
 # %%
-def defence() -> dict[str, Any]:
+def choose(plans: dict[str, dict[str, Any]], deadline_days: float) -> str | None:
     ### BEGIN SOLUTION
-    found = {(us, part): checks.task_estimates(us, part) for us in (14, 434) for part in (1.0, 0.9)}
-    steps = {at: {size: each.time.step_s for size, each in sizes.items()} for at, sizes in found.items()}
+    """Nobody knows the network, so the bill must be near the lowest one on each."""
 
-    def worst_share(size: int) -> float:
-        return min(min(row.values()) / row[size] for row in steps.values())
+    def in_time(days: dict[Any, tuple[float, float]]) -> bool:
+        return max(most for _, most in days.values()) <= deadline_days
 
-    mine = max(steps[14, 1.0], key=worst_share)
-    latency = max(steps[434, part][mine] / steps[14, part][mine] for part in (1.0, 0.9))
-    cards = max(steps[us, 0.9][mine] / steps[us, 1.0][mine] for us in (14, 434))
-    return {
-        "shard_over": mine,
-        "low_ms": 1e3 * min(sizes[mine].low_s for sizes in found.values()),
-        "high_ms": 1e3 * max(sizes[mine].high_s for sizes in found.values()),
-        "slower": {at: [size for size in row if row[size] > 1.2 * row[mine]] for at, row in steps.items()},
-        "measure_first": "latency" if latency > cards else "cards",
-    }
+    safe = [name for name, plan in plans.items() if in_time(plan["days"])]
+
+    def bill(name: str, network: Any) -> float:
+        return 24 * plans[name]["gpus"] * sum(plans[name]["days"][network]) / 2
+
+    def most_above_the_cheapest(name: str) -> float:
+        return max(bill(name, at) / min(bill(each, at) for each in safe) for at in plans[name]["days"])
+
+    return min(safe, key=most_above_the_cheapest, default=None)
     ### END SOLUTION
 
 
 # %%
-checks.defence(defence)
+checks.choose(choose)
+
+# %%
+rows = {
+    name: [f"{least:.1f} to {most:.1f}" for least, most in plan["days"].values()]
+    for name, plan in checks.rental_plans().items()
+}
+pandas.DataFrame.from_dict(rows, orient="index", columns=[f"{us} µs, {part:.0%}" for us, part in checks.NETWORKS])
 
 # %% [markdown]
-# *Takeaway: if you cannot measure, take a way that is nearly the best on every network, give a range, and name the
-# figure behind it.* `all_gather_perf` of nccl-tests measures both in minutes: the latency with small tensors, the cards
-# with large ones.
+# *512 GPUs keep the promise only in groups of 32. As one group they look the same on a quick network, and take up to 12
+# days on a slow one.* The formula of section 4, from which the plans are, lets all-reduces wait for gathers, so groups
+# may come out a tenth too long.
+#
+# *Takeaway: write down the criterion before you see the numbers, and promise the far end of the range.* If much hangs on
+# the network, measure it: `all_gather_perf` of nccl-tests takes minutes.
+
+# %% tags=["claim"]
+days = {name: list(plan["days"].values()) for name, plan in checks.rental_plans().items()}
+in_time = [name for name, row in days.items() if max(most for _, most in row) <= 8]
+claim("512 only in groups of 32", in_time == ["512 GPUs, groups of 32", "1024 GPUs, groups of 32"])
+apart = [a / b for a, b in zip(days["512 GPUs, groups of 32"][0], days["512 GPUs, one group"][0], strict=True)]
+claim(
+    "the same on a quick network, up to 12 days", max(apart) < 1.02 and round(max(days["512 GPUs, one group"])[1]) == 12
+)
+by_formula = (
+    theory.sharded_step_s(32, 1024, 8, 2048, checks.network(434)) / estimates[32][2].time.step_s if TOLD else 1.1
+)
+claim("a tenth too long", 1.05 < by_formula < 1.15)
 
 # %% [markdown]
 # ## 8. Is it true? ({minutes} minutes)
 #
-# Here are 37 published steps: FSDP and HSDP by IBM on 16 hosts of A100s and 12 of H100s, FSDP with tensor parallelism by
-# torchtitan on 8 and 32 hosts of H100s, DDP with tensor parallelism by vTrain on 8 hosts of A100s. DDP copies the model to
-# every group (lab 4), and tensor parallelism cuts each matrix within a group (lab 5). One row set a figure, and the others
-# are predicted.
+# Here are published steps. DDP copies the model to every group (lab 4), and tensor parallelism cuts each matrix within
+# a group (lab 5).
 #
-# Three bets: how many of the 36 are met within a factor of 1.25, as it is, with a latency of 434 µs, and with links that
-# are four times slower?
+# | steps | by | with | predicted? |
+# |---|---|---|---|
+# | 12 | IBM | FSDP, HSDP | yes, but they helped to set the 1.2 of section 5 |
+# | 2 | torchtitan | FSDP, tensor parallelism | yes |
+# | 17 | vTrain | DDP, tensor parallelism in a host | yes |
+# | 5 | vTrain | DDP, tensor parallelism over two hosts | no: they set its number of network cards, at 78 µs |
+#
+# Three bets: how many of the 31 predicted are met within a factor of 1.25, as it is, with a latency of 434 µs, and with
+# links that are four times slower?
 
 # %% tags=["commit"]
 mine_met = commit(as_it_is=None, latency_434=None, four_times_slower=None)
 ### BEGIN SOLUTION
-mine_met = commit(as_it_is=33, latency_434=20, four_times_slower=10)
+mine_met = commit(as_it_is=28, latency_434=18, four_times_slower=10)
 ### END SOLUTION
 
 # %%
-with_latency = {us: estimated_over_published(latency_us=us) for us in (14, 78, 434)}
-worlds = (with_latency[78], with_latency[434], estimated_over_published(slower=4.0))
+with_latency = {us: estimated_over_published(latency_us=us, fitted=False) for us in (14, 78, 434)}
+worlds = (with_latency[78], with_latency[434], estimated_over_published(slower=4.0, fitted=False))
 met = dict(zip(("as it is", "latency 434 µs", "links four times slower"), worlds, strict=True))
 _ = simulate_plots.accuracy_by_hosts(met, within=1.25, note="published by IBM, torchtitan and vTrain")
 counts = {name: sum(0.8 <= ratio <= 1.25 for _, ratio in each) for name, each in zip(mine_met, worlds, strict=True)}
@@ -672,11 +710,15 @@ plots.comparison_table(counts, yours=mine_met, column=f"of {len(met['as it is'])
 # %% [markdown]
 # *Nine in ten are met. Links that are four times slower would show, a latency of 434 µs does not.* The error goes with
 # the program: nearly all rows on 8 hosts come out too short, and IBM's on 12 and 16 too long. So they are three witnesses
-# rather than 36. IBM's rows also helped to set the factor 1.2 of section 5, so they cannot confirm it.
+# rather than 31.
 #
-# Which latencies survive? Fernandez et al. used up to 256 hosts: from 128 to 2048 H100s a GPU lost 37 % of its speed. The
-# table has the rows met, the rows that each latency comes nearest to, of those that it moves by more than 5 %, and the
-# loss in percent that we estimate for Fernandez, by tokens on a GPU.
+# Which latencies survive? Fernandez et al. used up to 256 hosts: from 128 to 2048 H100s a GPU lost 37 % of its speed
+# under FSDP. For each latency, the table has
+#
+# - *met*: the predicted rows within 1.25;
+# - *nearest*: of the rows that the latency moves by more than 5 %, those that this one comes nearest to;
+# - *loss*: what we estimate for Fernandez, in percent, by tokens on a GPU. How many they had, the summaries
+#   that we know do not say, so we try 2048, 4096 and 8192.
 
 # %%
 ratios = pandas.DataFrame({us: [ratio for _, ratio in each] for us, each in with_latency.items()})
@@ -691,15 +733,16 @@ for batch in (1, 2, 4):
 table.rename_axis("latency, µs")
 
 # %% [markdown]
-# *All three survive: 32, 33 and 32 rows are met, and the eight that feel the latency pull both ways. About 37 % are lost
-# with 14 µs and 2048 tokens, with 78 and 4096, and with 434 and more than 8192.* Look up in the paper how many they had: it
-# may rule one out. Until then nothing here tests the guess, and every sentence about 1024 GPUs rests on it.
+# *All three survive.* They meet 28, 28 and 27 rows. Only three rows feel the latency, and they pull both ways.
+# Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 with more than 8192.
+#
+# Their paper may say which. Until then nothing here tests the guess, and every sentence about 1024 GPUs rests on it.
 #
 # <details><summary>Your own machine, and all rows case by case</summary>
 #
 # [docs/simulation.md](../docs/simulation.md) lists them, says what the model leaves out, and how to fit the figures to
 # your own machine. Three rows of vTrain miss, with the smallest or the largest micro batch: the estimate is 0.47, 0.59
-# and 0.68 of what was published. vTrain does not state its network cards: four a host were fitted to its rows at 78 µs.
+# and 0.68 of what was published. A first row of vTrain set the share of the peak that its GEMMs reach.
 #
 # </details>
 #
@@ -707,11 +750,11 @@ table.rename_axis("latency, µs")
 # it.*
 
 # %% tags=["claim"]
-claim("36 rows", len(met["as it is"]) == 36)
-claim("nine in ten are met", counts["as_it_is"] >= 0.88 * 36)
-claim("four times slower would show", counts["four_times_slower"] < 0.3 * 36)
-claim("32, 33 and 32 rows", [*table["met"]] == [32, 33, 32])
-claim("eight feel it and pull both ways", len(moved) == 8 and table["nearest"][14] > 0 < table["nearest"][434])
+claim("31 rows, and 5 fitted", (len(met["as it is"]), len(estimated_over_published())) == (31, 36))
+claim("nine in ten are met", counts["as_it_is"] >= 0.88 * 31)
+claim("four times slower would show", counts["four_times_slower"] < 0.35 * 31)
+claim("28, 28 and 27 rows", [*table["met"]] == [28, 28, 27])
+claim("three feel it and pull both ways", len(moved) == 3 and table["nearest"][14] > 0 < table["nearest"][434])
 lost_percent = table.iloc[:, 2:].to_numpy().tolist()
 claim("37 % with some number of tokens", lost_percent == [[37, 2, 1], [63, 33, 2], [85, 79, 60]])
 short = {hosts: [ratio < 1 for at, ratio in met["as it is"] if at == hosts] for hosts in (8, 12, 16)}
@@ -738,7 +781,7 @@ claim("three miss, on 8 hosts, by 0.47, 0.59 and 0.68", missed == [(0.47, 8), (0
 lab_found = {
     "gather of a block, 128 hosts over one": round(block_ms[128] / block_ms[1], 1),
     f"speed of a GPU that {RANKS} GPUs keep": f"{kept['weak'][RANKS]:.0%}",
-    "shard_over, left on four networks": ", ".join(still_in[0.2]),
+    "shard_over, left on four networks": ", ".join(map(str, still_in[32][1])),
     "published steps met with 14, 78 and 434 µs": ", ".join(map(str, table["met"])),
 }
 pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])

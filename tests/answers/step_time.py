@@ -48,35 +48,35 @@ EXERCISES = [
     ),
     Exercise(
         "6b.3",
-        "defence",
-        checks.defence,
+        "choose",
+        checks.choose,
         {
-            "it gave (32, 60, 140)": "return 32, 60, 140",
-            "measure_first is 'share'": changed("06b", "defence", ('if latency > cards else "cards"', 'and "share"')),
-            "shard_over is None": changed("06b", "defence", ('"shard_over": mine', '"shard_over": None')),
-            "groups of 32 have 95% of the best speed": changed(
+            "it gave 512": "return 512",
+            "it rents the plan that is late for certain": "return min(plans, key=lambda name: plans[name]['gpus'])",
+            "it rents a plan that may take 9 days": changed(
                 "06b",
-                "defence",
-                ("max(steps[14, 1.0], key=worst_share)", "min(steps[14, 1.0], key=steps[14, 1.0].get)"),
+                "choose",
+                ("max(most for _, most in days.values())", "max(sum(ends) / 2 for ends in days.values())"),
             ),
-            "groups of 256 have 40% of the best speed": changed(
-                "06b", "defence", ("max(steps[14, 1.0], key=worst_share)", "max(steps[14, 1.0])")
+            "no plan is sure to be over in 8 days": changed(
+                "06b", "choose", ("default=None", "default=list(plans)[-1]")
             ),
-            "with 14 µs and 100% of each card the step may take": changed(
-                "06b", "defence", (".low_s for", ".time.step_s for"), (".high_s for", ".time.step_s for")
+            "it rents 1024 GPUs, which cost more": changed(
+                "06b", "choose", ("key=most_above_the_cheapest", "key=lambda name: plans[name]['days']['quick']")
             ),
-            "with 14 µs and 90% of each card the step may take": changed(
-                "06b", "defence", ("1e3 * max(sizes[mine]", "1e3 * min(sizes[mine]")
+            "it rents the plan with the narrow range": changed(
+                "06b",
+                "choose",
+                (
+                    "key=most_above_the_cheapest",
+                    "key=lambda name: plans[name]['gpus'] * max(1, *(b - a for a, b in plans[name]['days'].values()))",
+                ),
             ),
-            "30.0 to 75.9 ms is wider": changed(
-                "06b", "defence", ("1e3 * min(sizes[mine].low_s for sizes in found.values())", "30.0")
-            ),
-            "slower is {'": changed("06b", "defence", ("{at: [size for", "{str(at): [size for")),
-            "with 14 µs and 100% of each card you say that": changed(
-                "06b", "defence", ("row[size] > 1.2 * row[mine]", "row[size] > 1.05 * row[mine]")
-            ),
-            "cards moves your step by a factor of 1.04": changed(
-                "06b", "defence", ("latency > cards", "latency < cards")
+            "it saves 5 % if the network is quick": changed("06b", "choose", ("return max(bill(", "return min(bill(")),
+            "your criterion works, and does not say why it is right": changed(
+                "06b",
+                "choose",
+                ('"""Nobody knows the network, so the bill must be near the lowest one on each."""', ""),
             ),
         },
     ),
