@@ -180,7 +180,8 @@ def _chosen(answer: Callable[..., Any], plans: Plans, deadline_days: float) -> s
     copy = {
         name: {"gpus": plan["gpus"], "days": dict(plan["days"])} for name, plan in plans.items()
     }
-    found = judge.call_answer(answer, copy, deadline_days, in_words="choose(plans, deadline_days)")
+    words = f"{judge.answer_name(answer)}(plans, deadline_days)"
+    found = judge.call_answer(answer, copy, deadline_days, in_words=words)
     expect(
         found is None or (isinstance(found, str) and found in plans),
         f"it gave {judge.value_text(found)}",
