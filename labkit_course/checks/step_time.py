@@ -158,7 +158,9 @@ def choose(answer: Callable[..., Any]) -> Verdict:
             plans = {name: question.plans[name] for name in names}
             found = _chosen(answer, plans, question.deadline_days)
             right = repr(question.right)
-            expect(found == question.right, question.said, right, question.hint)
+            none = "it rents none, and there is a plan that is in time on every network"
+            said = none if found is None else question.said
+            expect(found == question.right, said, right, question.hint)
     kind = _chosen(answer, {name: plan for name, (plan, _) in KINDS.items()}, DEADLINE_DAYS)
     expect(kind is not None, "it rents none of three plans that are in time", "one of them")
     name = _chosen(answer, rental_plans(), DEADLINE_DAYS)
@@ -168,7 +170,7 @@ def choose(answer: Callable[..., Any]) -> Verdict:
     reason = (getattr(answer, "__doc__", "") or "").strip()
     hint = "One sentence in quotes, as the first line of the function: why is this right for them?"
     expect(bool(reason), "your criterion works, and does not say why it is right", hint=hint)
-    return judge.passing_verdict(f"you rent {name}. Your criterion {KINDS[kind][1]}")
+    return judge.passing_verdict(f"you rent {name}. Your criterion {KINDS[str(kind)][1]}")
 
 
 def _most_days(plan: Mapping[str, Any]) -> float:

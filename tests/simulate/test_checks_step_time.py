@@ -38,6 +38,11 @@ def test_each_criterion_that_can_be_defended_passes_and_hears_what_it_gives_up(r
     assert verdict.ok and f"512 GPUs, groups of 32. Your criterion {said}" in verdict.detail, verdict
 
 
+def test_a_criterion_that_rents_nothing_is_told_so():
+    verdict = checks.choose(lambda plans, deadline_days: plans.get("none of them"))
+    assert verdict.state == "wrong" and verdict.detail.startswith("it rents none")
+
+
 def test_a_criterion_may_change_the_plans_that_it_is_given():
     def choose(plans, deadline_days):
         """A reason."""
