@@ -28,13 +28,20 @@ TOLERANCES = {"rtol": 1e-5, "atol": 1e-8}
 
 @exercise
 def halo_bytes(answer: Callable[..., int]) -> Verdict:
-    """Bytes to one neighbour before one convolution, from (rows, kernel, channels, batch)."""
+    """Bytes to one neighbour before a convolution, by rows, kernel, channels, batch, dilation."""
 
-    def right_bytes(rows: int, kernel: int, channels: int, batch: int) -> int:
-        return spatial.halo_bytes(rows=rows, halo=(kernel - 1) // 2, channels=channels, batch=batch)
+    def right_bytes(rows: int, kernel: int, channels: int, batch: int, dilation: int) -> int:
+        halo = dilation * (kernel - 1) // 2
+        return spatial.halo_bytes(rows=rows, halo=halo, channels=channels, batch=batch)
 
-    hint = "A k x k kernel reaches (k - 1) / 2 columns over the cut; a float32 number has 4 bytes."
-    cases = [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)]
+    hint = "How far from the kernel's centre is its last column? A float32 number has 4 bytes."
+    cases = [
+        (1, 3, 1, 1, 1),
+        (32, 7, 32, 2, 1),
+        (16, 1, 64, 8, 1),
+        (1, 3, 1, 1, 2),
+        (16, 5, 64, 2, 3),
+    ]
     return judge.judge_cases(answer, right_bytes, [(*case, hint) for case in cases])
 
 
@@ -119,7 +126,8 @@ def reduce_gradients(answer: Callable[..., Any], timeout_s: float = 30) -> Verdi
         expect(calls <= 1, said, "one collective", hint)
 
     judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="reduce")
-    return passing_verdict("4 and 3 ranks hold one device's gradients")
+    said = "equal to one device on 4 and 3 ranks, in one collective that leaves the head out"
+    return passing_verdict(said)
 
 
 def _judge_traffic(ranks: int, index: int, sent: Totals, *, passes: int = 1) -> None:

@@ -59,14 +59,20 @@ EXERCISES = [
         "halo_bytes",
         checks.halo_bytes,
         {
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 1": (
-                "return rows * (kernel - 1) // 2 * channels * batch"
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=1) gave 1": (
+                "return rows * dilation * (kernel - 1) // 2 * channels * batch"
             ),
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 8": (
-                "return rows * (kernel - 1) * channels * batch * 4"
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=1) gave 8": (
+                "return rows * dilation * (kernel - 1) * channels * batch * 4"
             ),
-            "halo_bytes(rows=32, kernel=7, channels=32, batch=2) gave 12,288": (
-                "return rows * (kernel - 1) // 2 * channels * 4"
+            "halo_bytes(rows=32, kernel=7, channels=32, batch=2, dilation=1) gave 12,288": (
+                "return rows * dilation * (kernel - 1) // 2 * channels * 4"
+            ),
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=2) gave 4": (
+                "return rows * (kernel - 1) // 2 * channels * batch * 4"
+            ),
+            "halo_bytes(rows=16, kernel=5, channels=64, batch=2, dilation=3) gave 57,344": (
+                "return rows * ((kernel * dilation - 1) // 2) * channels * batch * 4"
             ),
         },
     ),
