@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -10,8 +11,10 @@ import torch
 from answers import changed, spatial, spatial_at_work
 from answers.spatial import HOME, OUT, PADDED, with_earlier_answers
 
+from labkit.models.convnext import ConvNeXt
 from labkit_course.checks import spatial as checks
 from labkit_course.checks import spatial_at_work as checks_at_work
+from labkit_course.checks import spatial_mutations as mutations
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
 
@@ -272,3 +275,25 @@ def test_the_script_of_the_lab_gives_on_four_ranks_the_loss_of_the_notebooks_two
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(path)]
     on_four = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert set(losses.findall(on_four)) == on_two
+
+
+def test_the_table_of_mutations_has_the_part_of_each_right_gradient():
+    torch.manual_seed(0)
+    named = {name: torch.randn_like(each) for name, each in ConvNeXt().named_parameters()}
+    head = [each for name, each in named.items() if name.startswith("head.")]
+    cut = [each for name, each in named.items() if not name.startswith("head.")]
+
+    def reported(factor):
+        gradients = {"cut": [each * factor for each in cut], "head": head}
+        return SimpleNamespace(ranks=[SimpleNamespace(reported=gradients)])
+
+    table = mutations.gradient_ratios({"A": reported(0.25)}, reported(1))
+    assert list(table["A"]) == pytest.approx([0.25] * 6 + [1])
+    assert list(table.index)[-1] == "head"
+
+
+def test_each_unlabelled_run_has_a_mistake_of_its_own_and_reports():
+    assert sorted(mutations.UNLABELLED.values()) == sorted(mutations.MISTAKES)
+    for use in ({}, *mutations.MISTAKES.values()):
+        assert set(mutations.reporting(use)) == {*use, "reduce_gradients"}
+        assert mutations.source(use).count("def ") == len(use)

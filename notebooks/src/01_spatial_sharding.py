@@ -625,8 +625,8 @@ claim("B cannot be told by its loss", far["B"] < 1e-4, where=TOLD)
 claim("the parity check fails for all three, not for the right one", [r.ok for r in checked.values()] == [False] * 3)
 claim("and passes without a mistake", right_check.ok)
 wrong = (ratios - 1).abs() > 1e-4
-claim("A is right from the last halo on", list(wrong["A"]) == [True] * 4 + [False] * 3)
-claim("C is wrong in the head", wrong["C"]["head"])
+claim("A is right from the last halo on", list(wrong["A"]) == [True] * 4 + [False] * 3, where=TOLD)
+claim("C is wrong in the head", wrong["C"]["head"], where=TOLD)
 claim("B has one part of each before the mean", (ratios["B"][:-1] * RANKS - 1).abs().max() < 1e-4)
 claim("and all of the head", not wrong["B"]["head"])
 claim("as many points as steps and one", len(yours_run.losses) == STEPS + 1)
@@ -703,9 +703,9 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # little above a fair share.*
 #
 # Checkpointing saves 41 % of the activations here, but 21 % of the peak, which now lies in the first block. Its maps are twice as
-# large, and so are gradients on their way through it: the grey part grows from 2.4 to 4.7 MB, beside 1.18 of images. In section 1's
-# large ConvNeXt a tenth of the activations is left. Strips can checkpoint, too: a block that is computed again
-# exchanges its halo again.
+# large, and so are the gradients on their way through it: of the grey part 1.18 MB are the images, and the rest grows from 2.4
+# to 4.7. In section 1's large ConvNeXt a tenth of the activations is left. Strips can checkpoint, too: a block that is computed
+# again exchanges its halo again.
 #
 # <details><summary>And what is outside blocks?</summary>
 #
@@ -724,7 +724,7 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 #
 # > step = T / n + messages · (latency + bytes / bandwidth)
 #
-# |here||
+# |what|here|
 # |---|---|
 # |one device|600 ms for each image|
 # |network|4 blocks|
