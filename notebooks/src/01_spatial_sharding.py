@@ -584,7 +584,7 @@ ratios.round(3)
 # %% [markdown]
 # *What part of the right gradient each gradient holds, as in section 5. The backward pass goes from the bottom row up.*
 #
-# Commit: which mistake, 1 to 4, does each run have? And which of the four, if Adam trains with it, cannot be told from the
+# Commit: which mistake, 1 to 4, does each run have? And which of these three, if Adam trains with it, cannot be told from the
 # right run by the loss?
 #
 # <details><summary>Hint</summary>
