@@ -4,9 +4,11 @@ import textwrap
 
 import answers
 import pytest
+import torch
 
 import labkit
 from labkit_course.checks import extensions, extensions_at_work
+from labkit_course.checks.ranks.extensions import HeldBytes
 
 IMPORTS = "import torch\nfrom labkit.tensors import TwoTensor, pad_rows, refill\n\n\n"
 HOOK = "def hook(all_gather_outputs, metadata, param_dtype, *, out=None):"
@@ -252,3 +254,15 @@ def test_ranks_that_wait_for_each_other_are_stopped(answer, monkeypatch):
 
     monkeypatch.setattr(labkit, "run", wait)
     assert "does every rank send tensors of the same size?" in judge("both_hooks", answer("both_hooks", BOTH))
+
+
+def test_a_cpu_multiplies_bfloat16_through_float32_copies_that_no_operator_returns():
+    """As lab 3 says of its measured peaks: copies inside an operator are not among them."""
+    numbers, scales = torch.ones(64, 512, dtype=torch.int8), torch.ones(64, 1)
+    for dtype, inside in ((torch.float32, 0), (torch.bfloat16, 2 * 4)):
+        out = torch.empty(numbers.shape, dtype=dtype)
+        with torch.profiler.profile(profile_memory=True) as profile, HeldBytes([numbers, scales, out]) as held:
+            out.copy_(numbers).mul_(scales)
+        allocated = [each.nbytes() for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+        assert sum(size for size in allocated if size > 0) == inside * numbers.numel()
+        assert held.peak == 0

@@ -289,18 +289,18 @@ def a_gradient_each(sizes, limit):
 
 
 def test_hooks_of_the_notebook_train_the_network_and_encode_each_time():
-    use = solved("03", "encode_8bit", "decode_8bit", "add_hooks", "send_8bit", "send_once")
+    use = solved("03", "encode_8bit", "decode_8bit", "add_hooks", "send_8bit", "second_hooks", "send_second")
     use |= {"encode": use["encode_8bit"], "decode": use["decode_8bit"], "hooks": use["add_hooks"]}
     how = {"device": "cpu", "steps": 3, "batch": 4}
     runs = {
         name: labkit.run("allgather_extensions", extension="your_hooks", use={"add_hooks": named(use, name)}, **how)
-        for name in ("send_8bit", "send_once")
+        for name in ("send_8bit", "send_second")
     }
     int8 = labkit.run("allgather_extensions", extension="int8", **how)
     values = ("all_gather_bytes", "peak_total_bytes", "weight_error")
     assert [runs["send_8bit"].value(each) for each in values] == [int8.value(each) for each in values]
-    assert losses(runs["send_8bit"]) == losses(int8) != losses(runs["send_once"])
-    assert runs["send_once"].value("weight_error") > 2 * int8.value("weight_error")
+    assert losses(runs["send_8bit"]) == losses(int8) != losses(runs["send_second"])
+    assert runs["send_second"].value("weight_error") > 2 * int8.value("weight_error")
 
 
 def named(functions, name):

@@ -61,8 +61,8 @@ def both_hooks(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def lean_decode(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: a post-all-gather hook for int8 that needs at most 1 byte a number of its own."""
-    passed = ", in float32 and bfloat16: right losses, nothing left, and no copy of the parameter"
+    """Exercise 3: a post-all-gather hook for int8 with tensors of at most 1 byte a number."""
+    passed = ", in float32 and bfloat16: right losses, nothing left, and own tensors are small"
     return judge_hook(answer, "lean", passed)
 
 

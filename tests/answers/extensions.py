@@ -141,9 +141,7 @@ return by_rank.flatten(0, 1).to(dtype)
             "in float32, all is right, but the hook holds 4.0 bytes a number of its own": lean(
                 ("whole.copy_(numbers[: len(whole)])", "whole.copy_(numbers.float()[: len(whole)])")
             ),
-            "autograd has saved this parameter": lean(
-                ("_unsafe_preserve_version_counter(whole)", "set_grad_enabled(False)")
-            ),
+            "autograd has saved this parameter": lean(("quietly(whole)", "torch.no_grad()")),
             "does `out` have as many rows as what is copied into it": lean(
                 ("numbers[: len(whole)]", "numbers"), ("scales[: len(whole)]", "scales")
             ),
