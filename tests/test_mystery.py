@@ -15,8 +15,18 @@ from fixture_long import long_but
 from fixture_speed import slowness
 
 from labkit_course.checks import mystery
-from labkit_course.checks.mystery import CAUSES, MOST_TOOLS, TOOLS, Findings, KnownFault, Mystery, judge_diagnosis
-from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, Fault, Trainer, draw_fault
+from labkit_course.checks.mystery import (
+    CAUSES,
+    MOST_TOOLS,
+    NO_FAULT,
+    TOOLS,
+    Findings,
+    HealthyRun,
+    KnownFault,
+    Mystery,
+    judge_diagnosis,
+)
+from labkit_course.checks.ranks.mystery import ALL_RANKS, RANKS, Config, Fault, Trainer, draw_fault
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "mystery.py"
 SEEDS = {cause: [seed for seed in range(400) if draw_fault(seed).cause == cause] for cause in CAUSES}
@@ -160,3 +170,35 @@ def test_the_table_of_a_mystery_holds_only_what_was_asked():
         case.table("logs")
     case.ask("logs")
     assert case.table("logs").empty
+
+
+def test_a_link_is_timed_one_way_and_only_one_is_slow():
+    # A question and its answer would show 60 ms both ways.
+    links = KnownFault("slow link", rank=2).table("links")["ms"].astype(float)
+    assert len(links) == 2 * RANKS and links[links > 50].index.tolist() == ["rank 2 → 3"]
+
+
+def test_a_healthy_run_has_no_fault_and_shows_every_tool_in_a_fold():
+    fault = Config(cause=NO_FAULT).fault()
+    ranks = [Trainer(index, fault, None, 0) for index in range(RANKS)]
+    assert not any(trainer.has(cause) for trainer in ranks for cause in CAUSES)
+    case = HealthyRun.__new__(HealthyRun)
+    case._seen = Findings(Path("nowhere"), [])
+    case._seen.found = [{"losses": [1.0], "times": {"step ms": 20.0}}] * RANKS
+    shown = case._repr_html_()
+    assert shown.startswith("<details><summary>") and all(f"\n{tool}: " in shown for tool in TOOLS)
+
+
+def test_the_log_of_an_aborted_rank_ends_with_the_sizes_that_gloo_compared(tmp_path):
+    run, found = tmp_path / "run", tmp_path / "found"
+    for folder in (run, found):
+        folder.mkdir()
+    what = (
+        "what():  [enforce fail at /a/pair.cc:456] a.length <= a.nbytes. 144 vs 72. Received data size doesn't match.\n"
+    )
+    for index, text in enumerate(("noise 1 vs 2\n", what)):
+        (run / f"rank_{index:05d}.log").write_text(text)
+        (found / f"log_{index}.txt").write_text("step 3: loss 1.000\n")
+        mystery._keep_last_words(run / "rank_00000.log", found, index)
+    logs = Findings(found, []).table("logs")["last lines"].tolist()
+    assert logs[:2] == ["step 3: loss 1.000", "step 3: loss 1.000 / Received data size doesn't match: 144 vs 72 bytes"]

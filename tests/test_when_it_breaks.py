@@ -242,3 +242,6 @@ def test_the_time_line_says_of_each_rank_what_part_it_waited():
     parts = [int(part.rstrip("%")) for _, part in shown]
     assert parts[3] == min(parts) and parts[0] > 50
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()][2:] == ["predicted end"] and len(ax.lines) == 1
+    ax = plots.wait_times(ran("slow"), predicted_ms=None)
+    assert len(ax.get_legend().get_texts()) == 2 and not ax.lines

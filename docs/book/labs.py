@@ -42,10 +42,10 @@ def lab_of_the_book(learner_path: Path, solved_path: Path, terms: list[str]) -> 
             shown["outputs"] = [output for output in cell["outputs"] if not is_empty(output)]
             if "claim" in tags:
                 fold(shown, "Show what holds these sentences against the numbers", "Hide it")
-            elif PLACEHOLDER in text_of(open_cell) or "commit" in tags:
+            elif PLACEHOLDER in text_of(open_cell) or {"commit", "look"} & set(tags):
                 cells.append(as_given(open_cell))
                 fold(shown, "Show the answer", "Hide the answer")
-                shown["source"] = answer_alone(text_of(open_cell), text) if "commit" in tags else text
+                shown["source"] = text if PLACEHOLDER in text_of(open_cell) else answer_alone(text_of(open_cell), text)
             describe_figures(shown, solved["cells"][index + 1 : index + 3])
         cells.append(shown)
     # Cells may begin with %%torchrun.

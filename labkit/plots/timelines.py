@@ -100,16 +100,17 @@ def timelines_by_run(results: Runs, *, rank: int = 0, ax: Axes | None = None) ->
     return style.add_stamp(ax, results.values())
 
 
-def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None) -> Axes:
+def wait_times(result: RunResult, *, predicted_ms: float | None, ax: Axes | None = None) -> Axes:
     """Draw when each rank computed and when it waited in a collective.
 
     Its ranks reported ``steps``: for each step when it began, when the rank had computed, and when
     the collective was done, in seconds since a common start. ``predicted_ms`` is the predicted end
-    of the last step.
+    of the last step, if there is a prediction.
     """
     ax = style.make_axes(ax, height=1.2 + 0.4 * result.world_size)
+    predicted = [] if predicted_ms is None else [predicted_ms]
     colours = {"computes": style.BLUE, "waits in the all-reduce": style.EXPOSURE_COLOUR}
-    last_ms = predicted_ms
+    last_ms = max(predicted, default=0.0)
     for rank in result.ranks:
         steps = [[1e3 * second for second in step] for step in rank.reported["steps"]]
         computes = [(begun, ready - begun) for begun, ready, _ in steps]
@@ -121,14 +122,16 @@ def wait_times(result: RunResult, *, predicted_ms: float, ax: Axes | None = None
         text = f"  waited {waited / (waited + computed):.0%}"
         ax.text(end, rank.rank, text, va="center", fontsize=9)
         last_ms = max(last_ms, end)
-    ax.axvline(predicted_ms, **style.PREDICTION_STYLE)
+    for each in predicted:
+        ax.axvline(each, **style.PREDICTION_STYLE)
     # The texts need room to the right of the bars.
     ax.set(xlabel="time since the first step, ms", xlim=(0, 1.22 * last_ms))
     ax.set_yticks(range(result.world_size), [f"rank {rank.rank}" for rank in result.ranks])
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
-    handles = [*style.legend_patches(colours), style.prediction_handle("predicted end")]
-    style.add_legend_above(ax, 3, handles, middle=0.6)
+    handles = [*style.legend_patches(colours)]
+    handles += [style.prediction_handle("predicted end") for _ in predicted]
+    style.add_legend_above(ax, len(handles), handles, middle=0.6)
     return style.add_stamp(ax, [result])
 
 

@@ -21,7 +21,7 @@ from labkit_course.checks.judge import (
 from labkit_course.checks.mystery import judge_diagnosis
 
 # The mystery runs of exercise 4.
-SEEDS = (17, 1, 23)
+SEEDS = (17, 45, 23)
 LOST, READ = "RuntimeError: Connection closed by peer", "RuntimeError: Read error"
 # How each rank of a run ended: exit status, time, error. torchrun ends ranks with signal 15.
 ENDED_RUNS = {

@@ -5,12 +5,13 @@ case.ask("stacks")
 case.name(rank=2, cause="fewer batches", because="stacks: rank 2")
 
 KnownFault("slow link", rank=3) runs with a fault that is told, and shows what any tool shows of it;
-KnownFault("wrong scale") has one that no single rank is to blame for.
+KnownFault("wrong scale") has one that no single rank is to blame for. HealthyRun() has none.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from html import escape
 from itertools import zip_longest
 from numbers import Integral
 from pathlib import Path
@@ -22,13 +23,14 @@ import pandas
 import labkit
 from labkit.runs import private_files
 from labkit.runs.folder import RunFolder, read_json
+from labkit.theory.failures import ABORT_STATUS
 from labkit_course.checks.judge import Verdict, value_text
 from labkit_course.checks.ranks import mystery as program
 from labkit_course.checks.ranks.mystery import (
     ALL_RANKS,
     CAUSES,
     LAYERS,
-    PAIRS,
+    LINKS,
     QUIET_S,
     RANKS,
     draw_fault,
@@ -36,6 +38,7 @@ from labkit_course.checks.ranks.mystery import (
 
 MOST_TOOLS, TIMEOUT_S = 3, 60.0
 HEALTHY_STEP_MS = "10 to 40"
+NO_FAULT = "none"
 COLUMNS = [f"rank {index}" for index in range(RANKS)]
 NOTHING = "–"
 TOOLS = {
@@ -44,7 +47,7 @@ TOOLS = {
     "stacks": "the calls in which each rank stood when the run was stopped",
     "record": "all-reduces where ranks part, as the script's own label step.layer; … is not done",
     "times": "where the time of the fastest step went, in ms",
-    "links": "ms for a question and its answer, by the way that the answer takes",
+    "links": "ms that a message takes one way, over each link of the ring",
     "losses": "each rank's own loss, before anything is reduced",
     "weights": "how far the weights of a rank are from those of most ranks",
     "gradients": "the first step's averaged gradient, compared with one device's",
@@ -74,9 +77,7 @@ class Mystery:
             print(f"You have asked {', '.join(self.asked)}: now name the rank and the cause.")
             return
         self.asked = list(dict.fromkeys([*self.asked, tool]))
-        table = self._seen.table(tool)
-        print(f"{tool}: {TOOLS[tool]}")
-        print("nothing: the run left no such trace" if table.empty else table.to_string())
+        print(self._seen.text(tool))
 
     def table(self, tool: str) -> pandas.DataFrame:
         """Return what a tool has shown, which costs nothing."""
@@ -140,6 +141,25 @@ class KnownFault(Mystery):
         raise ValueError(f"the fault is known: {self._told}")
 
 
+class HealthyRun:
+    """A run without a fault, and what every tool shows of it, in a fold."""
+
+    def __init__(self) -> None:
+        """Run it on real ranks, which takes a few seconds."""
+        self._seen = run_with_fault(cause=NO_FAULT)
+
+    def table(self, tool: str) -> pandas.DataFrame:
+        """Return what a tool shows."""
+        return self._seen.table(tool)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(["A healthy run.", self._seen.symptom, *map(self._seen.text, TOOLS)])
+
+    def _repr_html_(self) -> str:
+        head = "<summary>A healthy run, with every tool</summary>"
+        return f"<details>{head}<pre>{escape(repr(self))}</pre></details>"
+
+
 def show_causes() -> None:
     """Print the causes, each with what it means."""
     print("\n".join(f"{cause:14} {meaning}" for cause, meaning in CAUSES.items()))
@@ -162,7 +182,18 @@ def run_with_fault(**fault: Any) -> "Findings":
             labkit.run(Path(program.__file__), **how, **fault, folder=str(folder))
         except labkit.RankFailed as failure:
             ends = rank_ends(failure)
+            for end in ends:
+                if end["status"] == ABORT_STATUS:
+                    _keep_last_words(failure.log, folder, end["rank"])
         return Findings(folder, ends)
+
+
+def _keep_last_words(log: Path, folder: Path, index: int) -> None:
+    """Append to a rank's log what gloo said when it aborted the process, if it said a size."""
+    said = log.with_name(f"rank_{index:05d}.log").read_text(errors="replace")
+    if found := re.search(r"(\d+ vs \d+)\. (Received data size[^.\n]*)", said):
+        with open(folder / f"log_{index}.txt", "a") as file:
+            file.write(f"{found[2]}: {found[1]} bytes\n")
 
 
 def judge_diagnosis(seed: int, named: Any) -> Verdict:
@@ -280,6 +311,12 @@ class Findings:
         table: pandas.DataFrame = getattr(self, f"_{tool}")()
         return table
 
+    def text(self, tool: str) -> str:
+        """Return the same as text, under what the tool means."""
+        table = self.table(tool)
+        shown = "nothing: the run left no such trace" if table.empty else table.to_string()
+        return f"{tool}: {TOOLS[tool]}\n{shown}"
+
     def _ends(self) -> pandas.DataFrame:
         # The ranks of a run that was stopped have nothing to say about its cause.
         return ends_table([] if self.hangs else self.ends)
@@ -310,7 +347,7 @@ class Findings:
 
     def _links(self) -> pandas.DataFrame:
         links = {name: ms for found in self.found for name, ms in found.get("links", {}).items()}
-        names = [f"{a} → {b}" for pair in PAIRS for a, b in (pair, pair[::-1])]
+        names = [f"{a} → {b}" for pair in LINKS for a, b in (pair, pair[::-1])]
         rows = {f"rank {name}": {"ms": _ms(links[name])} for name in names if name in links}
         return pandas.DataFrame.from_dict(rows, orient="index")
 

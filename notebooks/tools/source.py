@@ -23,7 +23,7 @@ from notebooks.tools import exercises, minutes
 Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 PLACEHOLDER = "...  # your code here"
-COMMIT, CLAIM = "commit", "claim"
+COMMIT, CLAIM, LOOK = "commit", "claim", "look"  # a look is part of an exercise, which has the minutes and the mark
 """Tags: a cell with the learner's own predictions, which lose the solution without a trace; one that holds sentences
 about a figure against its numbers, and is folded away."""
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -174,7 +174,7 @@ def _read(path: Path, change: Callable[[str, str], str]) -> Notebook:
         try:
             check_last_line(cell)
             tags = cell.metadata.get("tags", [])
-            cell.source = change(cell.source, PLACEHOLDER if COMMIT not in tags else "")
+            cell.source = change(cell.source, "" if {COMMIT, LOOK} & set(tags) else PLACEHOLDER)
         except SourceError as error:
             raise SourceError(f"{path}: cell {number}: {error}") from None
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})

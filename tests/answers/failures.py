@@ -34,7 +34,7 @@ return gaps
 DIAGNOSES = """
 return {{
     17: (3, "deadlock", "stacks: rank {row}"),
-    1: {second},
+    45: {second},
     23: (None, "same samples", "{samples}"),
 }}
 """
@@ -46,7 +46,7 @@ def ends(statuses, echoes, answer='min(own, key=lambda end: end["time"])["rank"]
 
 
 def diagnoses(second, row=3, samples="samples: rank 1"):
-    """Right answers of mysteries 17 and 23, but for the rows, and this one of mystery 1."""
+    """Right answers of mysteries 17 and 23, but for the rows, and this one of mystery 45."""
     return DIAGNOSES.format(second=second, row=row, samples=samples)
 
 
@@ -143,27 +143,27 @@ return max(float((a.grad - b.grad).norm()) for a, b in zip(model.parameters(), a
         "diagnoses",
         checks.diagnoses,
         {
-            "mystery 1: rank 2 is right, 'killed' is not": diagnoses('(2, "killed", "ends: rank 1")'),
-            "mystery 1: 'other shape' is right, rank 1 is not": diagnoses('(1, "other shape", "record: call 4")'),
-            "mystery 1: neither no single rank nor 'wrong scale'": diagnoses(
+            "mystery 45: rank 0 is right, 'killed' is not": diagnoses('(0, "killed", "ends: rank 0")'),
+            "mystery 45: 'other shape' is right, rank 1 is not": diagnoses('(1, "other shape", "record: call 12")'),
+            "mystery 45: neither no single rank nor 'wrong scale'": diagnoses(
                 '(None, "wrong scale", "gradients: rank 0")'
             ),
-            "mystery 1: 'shape' is none of the causes": diagnoses('(2, "shape", "record: call 4")'),
-            "mystery 1: (2, 'other shape') is not (rank, cause, line)": diagnoses('(2, "other shape")'),
-            "mystery 1: rank 2, 'other shape' is right, 'ends: rank 1' does not prove it": diagnoses(
-                '(2, "other shape", "ends: rank 1")'
+            "mystery 45: 'shape' is none of the causes": diagnoses('(0, "shape", "record: call 12")'),
+            "mystery 45: (0, 'other shape') is not (rank, cause, line)": diagnoses('(0, "other shape")'),
+            "mystery 45: rank 0, 'other shape' is right, 'ends: rank 0' does not prove it": diagnoses(
+                '(0, "other shape", "ends: rank 0")'
             ),
-            "mystery 1: rank 2, 'other shape' is right, 'float64' is not the line": diagnoses(
-                '(2, "other shape", "float64")'
+            "mystery 45: rank 0, 'other shape' is right, '(11, 12)' is not the line": diagnoses(
+                '(0, "other shape", "(11, 12)")'
             ),
             "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": diagnoses(
-                '(2, "other shape", "record: call 4")', row=0
+                '(0, "other shape", "record: call 12")', row=0
             ),
             "mystery 23: no single rank, 'same samples' is right, 'gradients: rank 0' does not prove it": diagnoses(
-                '(2, "other shape", "record: call 4")', samples="gradients: rank 0"
+                '(0, "other shape", "record: call 12")', samples="gradients: rank 0"
             ),
             "mystery 23 is missing": """
-return {17: (3, "deadlock", "stacks: rank 3"), 1: (2, "other shape", "record: call 4")}
+return {17: (3, "deadlock", "stacks: rank 3"), 45: (0, "other shape", "record: call 12")}
 """,
             "it gave (2, 'left out')": 'return 2, "left out"',
         },

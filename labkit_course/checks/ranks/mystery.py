@@ -31,6 +31,8 @@ QUIET_S, TICK_S = 3.0, 0.05
 COMPUTE_S, SLOW_S = 0.004, 0.06
 # A sender and a receiver of each pair; ranks 0 and 1, 2 and 3 swap a boundary in each step.
 PAIRS = ((0, 1), (2, 3))
+# All neighbours in the ring, in an order in which no two ranks wait for each other.
+LINKS = (*PAIRS, (1, 2), (3, 0))
 # Faults of the whole program, which no rank is to blame for.
 ALL_RANKS = ("same samples", "wrong scale")
 CAUSES = {
@@ -42,7 +44,7 @@ CAUSES = {
     "killed": "the rank was killed from outside",
     "out of memory": "the rank ran out of memory",
     "straggler": "the rank computes more slowly than the others",
-    "slow link": "the link over which the rank sends is slow",
+    "slow link": "the link from the rank to its partner is slow",
     "nan": "the first NaN was born on the rank",
     "other weights": "the rank started from other weights",
     "same samples": "all ranks read the same samples; rank=None",
@@ -250,18 +252,20 @@ class Trainer:
         sends_first = self.index % 2 == 0
         if self.has("deadlock", step):
             sends_first = not sends_first
-        other, mine = self.index ^ 1, torch.ones(4)
+        other, mine = self.index ^ 1, torch.ones(4, dtype=torch.float64)
         for sends in (sends_first, not sends_first):
             if sends:
                 dist.send(mine, other)
             else:
                 self.receive(other)
 
-    def receive(self, source: int) -> None:
-        """Receive from another rank, as late as the link is slow."""
-        dist.recv(torch.empty(4), source)
-        if self.fault.cause == "slow link" and self.fault.rank == source:
+    def receive(self, source: int) -> Tensor:
+        """Receive four float64 from another rank, as late as the link is slow."""
+        received = torch.empty(4, dtype=torch.float64)
+        dist.recv(received, source)
+        if self.fault.cause == "slow link" and self.fault.rank == source == self.index ^ 1:
             time.sleep(SLOW_S)
+        return received
 
     def compute_gradients(self, inputs: Tensor, step: int) -> float:
         """Run forward and backward, and return the loss."""
@@ -311,23 +315,22 @@ class Trainer:
         return torch.cat([each.detach().flatten() for each in self.model.parameters()]).tolist()
 
     def probe_links(self) -> None:
-        """Time a message in each direction of each pair, as its receiver sees it."""
+        """Time a message over each link in each direction, one way: all ranks read one clock."""
         self.seen.found["links"] = {}
-        for pair in PAIRS:
+        for pair in LINKS:
             for source, target in (pair, pair[::-1]):
-                if self.index not in pair:
-                    continue
                 times = []
                 for _ in range(3):
-                    # The receiver asks, so that both are there.
-                    start = time.perf_counter()
+                    # The target asks first, so that no message waits for it; the question may take
+                    # long, too, and is not timed, because the answer carries when it left.
                     if self.index == target:
-                        dist.send(torch.ones(1), source)
-                        self.receive(source)
-                        times.append((time.perf_counter() - start) * 1e3)
-                    else:
-                        dist.recv(torch.empty(1), target)
-                        dist.send(torch.ones(4), target)
+                        dist.send(torch.ones(4, dtype=torch.float64), source)
+                        left_s = self.receive(source)[0].item()
+                        times.append((time.perf_counter() - left_s) * 1e3)
+                    elif self.index == source:
+                        self.receive(target)
+                        left = torch.full((4,), time.perf_counter(), dtype=torch.float64)
+                        dist.send(left, target)
                 if times:
                     self.seen.found["links"][f"{source} → {target}"] = min(times)
 
