@@ -56,9 +56,9 @@ WORK_MS, SLOW_STEPS = [5, 10, 15, 40], 6  # section 4: what each rank computes i
 # Either way you see a **symptom**, you look with a **tool**, and you name a rank and a cause.
 #
 # In this case four real ranks train a small network on this machine, over gloo. In each step a rank loads a batch,
-# swaps a boundary with its partner (as ranks do that share an image in lab 1, or the stages of a pipeline), computes
-# gradients, and reduces them layer by layer. Ranks 0 and 1 are partners, and so are 2 and 3; the even rank sends
-# first. A rank that is done waits for the others in `wait_for_all`. Something is wrong with this run: it hangs.
+# swaps a boundary with its partner (as in lab 1), computes gradients, and reduces them layer by layer. Ranks 0 and 1
+# are partners, and so are 2 and 3; the even rank sends first. A rank that is done waits for the others in
+# `wait_for_all`. Something is wrong with this run: it hangs.
 #
 # In a hang, look first at the **stacks** of all ranks. Without labkit you get one by
 # `py-spy dump --pid …`.
@@ -179,9 +179,8 @@ print("raised, killed, aborted:", blames)
 told
 
 # %% [markdown]
-# *In the first run only rank 2 has an error of its own: a closed connection, or a `Read error`, is an **echo** of
-# another rank's end. In the second only the status of rank 1 says that it was killed. In the third the ends do not
-# tell, so one has to compare the calls.*
+# *A closed connection, or a `Read error`, is an **echo** of another rank's end. Only its status says that rank 1 was
+# killed. The ends of the third run do not tell: compare the calls.*
 #
 # <details><summary>After a kill, and with NCCL</summary>
 #
@@ -471,8 +470,8 @@ scaled.ask("gradients")
 scaled.ask("samples")
 
 # %% [markdown]
-# *Rank 1 alone differs. In step 3 only rank 2 has a NaN, and in step 4 its gradient has reached all. Without the factor
-# of four nothing is left of the gradient's error, and no two ranks share a sample.*
+# *Rank 1 alone differs. In step 3 only rank 2 has a NaN, in step 4 all have. Without the factor of four nothing is left
+# of the gradient's error, and no two ranks share a sample.*
 #
 # ### Exercise 3: a parity check (•, {minutes} minutes)
 #
@@ -598,8 +597,8 @@ claim("no two ranks share a sample", set(scaled.table("samples")["shared with"])
 # ## 6. Mystery runs ({minutes} minutes)
 #
 # Now nobody tells you the fault. `Mystery(seed)` draws one of the causes below and a rank, and runs the program of
-# section 1 with it, on data of its own. You see the symptom, and may ask at most three tools. Then you name the rank
-# (None for a fault of the whole program), the cause, and the line that proves it.
+# section 1 with it. You see the symptom, and may ask at most three tools. Then you name the rank (None for a fault of
+# the whole program), the cause, and the line that proves it.
 #
 # Before you ask, go through the list: which causes could look so, and which tool would show a different row for each?
 # For comparison, the next cell has a healthy run, folded. A fourth tool is refused. A wrong name costs
@@ -613,10 +612,9 @@ healthy
 # %% tags=["nbval-ignore-output"]
 first, second, third = Mystery(17), Mystery(45), Mystery(23)
 print(first, second, third, sep="\n")
-first.ask()  # without a name it lists the tools, which costs nothing
 
 # %% tags=["look", "nbval-ignore-output"]
-# Ask here, one tool at a time.
+first.ask()  # lists the tools, which costs nothing; ask here, one tool at a time
 ### BEGIN SOLUTION
 first.ask("stacks")
 second.ask("ends")
@@ -625,7 +623,6 @@ third.ask("weights")
 third.ask("gradients")
 third.ask("samples")
 ### END SOLUTION
-print("asked:", first.asked, second.asked, third.asked)
 
 # %% [markdown]
 # ### Exercise 4: rank, cause and proof (•••, {minutes} minutes)
@@ -681,7 +678,7 @@ checks.diagnoses(diagnoses)
 #
 # </details>
 #
-# The last one has no hints and no answer in this notebook, and any other seed is another run.
+# The last one has no hints, and any other seed is another run.
 
 # %% tags=["nbval-ignore-output"]
 last = Mystery(SEED)  # then, in a cell of your own: last.ask("…"), and last.name(rank=…, cause="…", because="…")
@@ -740,9 +737,9 @@ main(seed=int(os.environ["RANK"] == "2"))
 print(ends_table(rank_ends(unequal)).to_string())
 
 # %% [markdown]
-# *The headline is rank 0's, and its message names rank 2, which did not come (line 4). What ranks 1 and 3 say are echoes.
-# Line 5 speaks on each rank that has a weight which is not the largest; here these are all.* So line 5 says that ranks
-# differ, not which is wrong. Where only some speak, the others leave echoes.
+# *The headline is rank 0's, and its message names rank 2, which did not come (line 4).* What ranks 1 and 3 say are
+# echoes. Line 5 speaks on each rank that has a weight which is not the largest; here these are all. So line 5 says that
+# ranks differ, not which is wrong.
 #
 # Line 1 shows nothing here, because labkit keeps each rank's error anyway. Without it, torchrun alone says of an
 # exception only "To enable traceback see …". Line 2 alone would say what you saw in section 3. Line 3 gives each rank

@@ -23,9 +23,10 @@ from notebooks.tools import exercises, minutes
 Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 PLACEHOLDER = "...  # your code here"
-COMMIT, CLAIM, LOOK = "commit", "claim", "look"  # a look is part of an exercise, which has the minutes and the mark
+COMMIT, CLAIM, LOOK = "commit", "claim", "look"
 """Tags: a cell with the learner's own predictions, which lose the solution without a trace; one that holds sentences
-about a figure against its numbers, and is folded away."""
+about a figure against its numbers, and is folded away; one in which the learner looks around for an exercise, which
+has the minutes, and whose solution goes without a trace, too."""
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 INSTALL = """\
 # Where labkit is missing, as on Google Colab, this installs it {whence}. Elsewhere it does nothing.
