@@ -184,7 +184,9 @@ def test_a_healthy_run_has_no_fault_and_shows_every_tool_in_a_fold():
     assert not any(trainer.has(cause) for trainer in ranks for cause in CAUSES)
     case = HealthyRun.__new__(HealthyRun)
     case._seen = Findings(Path("nowhere"), [])
-    case._seen.found = [{"losses": [1.0], "times": {"step ms": 20.0}}] * RANKS
+    times = dict.fromkeys(("step ms", "swap ms", "compute ms", "reduce ms"), 20.0)
+    numbers = {"times": times, "losses": [1.0], "gradient": [1.0, 0.0], "samples": [1], "start": [1.0], "end": [1.0]}
+    case._seen.found = [numbers] * RANKS
     shown = case._repr_html_()
     assert shown.startswith("<details><summary>") and all(f"\n{tool}: " in shown for tool in TOOLS)
 
