@@ -390,7 +390,7 @@ report(steps=steps)
 _ = plots.wait_times(slow, predicted_ms=ended["ms"])
 
 # %% [markdown]
-# *All end together, a little after six times rank 3's computing, and rank 3 waits least.* A profile of rank 0 alone
+# *All end at about the same time, somewhat after six times rank 3's computing, and rank 3 waits least.* A profile of rank 0 alone
 # would say that the all-reduce is slow.
 #
 # If no rank computes longer, a link may be slow. The next run has one of the two faults, and the tool `times` shows
@@ -558,7 +558,7 @@ claim("Read error is among the echoes", any("Read error" in end["error"] for end
 claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 ended_ms = [1e3 * rank.reported["steps"][-1][2] for rank in slow.ranks]
-claim("all end a little later", SLOW_STEPS * max(WORK_MS) < min(ended_ms) <= max(ended_ms) < 1.1 * min(ended_ms))
+claim("all end somewhat later", SLOW_STEPS * max(WORK_MS) < min(ended_ms) <= max(ended_ms) < 1.25 * min(ended_ms))
 claim("DETAIL names both collectives", all(name in detail.message for name in ("ALLREDUCE", "BROADCAST")))
 claim("and both shapes", all(f"TensorShape=[{size}]" in detail.message for size in (3, 4)))
 claim("swapped sums pass", "tensor([1., 1.])" in detail.log.with_name("rank_00000.log").read_text())
