@@ -99,9 +99,11 @@ def test_an_answer_can_be_opened_below_the_check_and_is_not_in_the_solved_notebo
     assert not any("<details>" in cell.source for cell in source.solved_notebook(lab.source).cells)
 
 
-def test_a_commitment_loses_its_solution_without_a_trace_and_a_claim_is_folded_away(folder):
+@pytest.mark.parametrize("tag", ["commit", "look"])
+def test_a_commitment_or_look_loses_its_solution_without_a_trace_and_a_claim_is_folded_away(folder, tag):
     (folder / "src" / "07_sample.py").write_text(
-        '# %% tags=["commit"]\nmine = {"bytes": None}\n### BEGIN SOLUTION\nmine = {"bytes": 12}\n### END SOLUTION\n\n'
+        f'# %% tags=["{tag}"]\n'
+        'mine = {"bytes": None}\n### BEGIN SOLUTION\nmine = {"bytes": 12}\n### END SOLUTION\n\n'
         '# %% tags=["claim"]\nclaim("it is so", True)\n'
     )
     lab = source.find_labs(folder)[0]
