@@ -6,7 +6,6 @@ import pytest
 from fixture_long import long_but
 
 import labkit
-from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit_course.checks import fsdp as checks
 from labkit_course.checks import fsdp_at_work as at_work
@@ -14,7 +13,6 @@ from labkit_course.checks import fsdp_at_work as at_work
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 HEADS = {
     "fewest_ranks": "def ranks(parameters: int, largest_unit: int, memory_bytes: int) -> int:",
-    "exposed_ms": "def exposed(computing: list[tuple[float, float]], messages: list[tuple[float, float]]) -> float:",
     "shard_model": "def wrap(model: nn.Module, group: int) -> None:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
 }
@@ -22,10 +20,6 @@ SOLUTIONS = {
     "fewest_ranks": """
         left = memory_bytes - 8 * largest_unit
         return -(-16 * parameters // left) if left > 0 else 0
-    """,
-    "exposed_ms": """
-        hidden = [max(0, min(end, b) - max(start, a)) for start, end in messages for a, b in computing]
-        return sum(end - start for start, end in messages) - sum(hidden)
     """,
 }
 
@@ -81,11 +75,6 @@ WRONG_ANSWERS = {
         (changed("fewest_ranks", " if left > 0 else 0", ""), "gave -16, expected 0. More ranks do not make"),
         ("total = 16 * parameters", "gave None, not a"),
     ],
-    "exposed_ms": [
-        ("return 1", "exposed(computing=[(0.0, 10.0)], messages=[(10.0, 14.0)]) gave 1, expected 4"),
-        (changed("exposed_ms", "max(0, ", "("), "(28.0, 29.0)]) gave "),
-        ("hidden = 0", "gave None, not a number"),
-    ],
 }  # fmt: skip
 
 
@@ -97,22 +86,6 @@ def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, 
     verdict = judge(check, answer(check, body))
     assert verdict.state == "wrong"
     assert reason in repr(verdict)
-
-
-def test_bars_of_a_lane_are_those_of_rank_0_and_what_is_exposed_is_behind_no_other(tmp_path):
-    bars = [
-        (0, "compute", "forward", 0, 3000),
-        (0, "communication", "all_gather", 2000, 4000),  # 1 ms behind the first bar, 2 behind the second
-        (0, "compute", "backward", 4000, 9000),
-        (0, "communication", "reduce_scatter", 20_000, 1000),
-        (1, "compute", "forward", 0, 30_000),
-    ]
-    names = ("rank", "lane", "phase", "start_us", "dur_us")
-    lines = [{"kind": "bar", "name": "net.4", "step": 3} | dict(zip(names, bar, strict=True)) for bar in bars]
-    run = RunResult(tmp_path, {"nproc": 2}, lines, [])
-    computing, messages = (at_work.lane_bars(run, lane) for lane in ("compute", "communication"))
-    assert (computing, messages) == ([(0, 3), (4, 13)], [(2, 6), (20, 21)])
-    assert at_work.exposed_length(computing, messages) == 2
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):

@@ -46,7 +46,6 @@ IN_THE_NOTEBOOK = [
     (spatial.halo_bytes, ()),
     (spatial_at_work.activation_bytes, ()),
     (fsdp.fewest_ranks, ()),
-    (fsdp_at_work.exposed_ms, ()),
     (fsdp_at_work.peak_bytes, ()),
     (fsdp_at_work.gradients_agree, ()),
     (extensions_at_work.new_two, ()),

@@ -1,16 +1,17 @@
 """Checks of lab 2b, FSDP at work."""
 
 import copy
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import labkit
+from labkit.runs import private_files
 from labkit.theory import fsdp as theory
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
-from labkit.theory.overlap import uncovered_in_turn
 from labkit_course.checks import judge
 from labkit_course.checks.fsdp import (
     ERROR_HINTS,
@@ -36,6 +37,14 @@ WRAPPING_HINTS = {
 }
 TWICE_WRAPPED = {"already managed by another FSDP": "two units would hold the tied matrix"}
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
+# Ranks that save a training, and those that load it.
+SAVING, LOADING = 2, (2, 3)
+# A file with more than this share of all bytes was not written in equal parts.
+LARGEST_FILE = 0.8
+MISSING_KEY = re.compile(r"Missing key in checkpoint state_dict: ([\w.]+?)\.?\s")
+SAVING_HINT = (
+    "Load the same dict as you save: the model's part and the optimizer's, by one name each."
+)
 
 
 @exercise
@@ -125,38 +134,6 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
 
 
 @exercise
-def exposed_ms(answer: Callable[..., float]) -> Verdict:
-    """Exercise 3: milliseconds of messages behind which nothing computes, from two lanes' bars."""
-    bar, hidden = (0.0, 10.0), "While the rank computes, a message is hidden."
-    pieces = "Only a part of this message lies behind computing: the rest is exposed."
-    several = "Each bar of computing may hide a part of each message."
-    cases = [
-        ([bar], [(10.0, 14.0)], "This message travels when nothing computes: all of it counts."),
-        ([bar], [(2.0, 6.0)], hidden),
-        ([bar], [(8.0, 14.0)], pieces),
-        ([(4.0, 6.0)], [(0.0, 10.0)], pieces),
-        ([bar, (12.0, 20.0)], [(8.0, 15.0)], several),
-        ([bar, (30.0, 40.0)], [(1.0, 3.0), (6.0, 14.0), (28.0, 29.0)], several),
-        ([bar], [], "Without a message nothing is exposed."),
-    ]
-    return judge.judge_cases(answer, exposed_length, cases)
-
-
-def exposed_length(
-    computing: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]
-) -> float:
-    """Return how long a message is on its way while nothing computes; bars are start and end."""
-    return sum(end - start for _, start, end in uncovered_in_turn(messages, computing))
-
-
-def lane_bars(result: labkit.RunResult, lane: str) -> list[tuple[float, float]]:
-    """Return start and end, in ms, of rank 0's bars in a lane: compute or communication."""
-    bars = result.frame.query("kind == 'bar' and rank == 0 and lane == @lane")
-    starts = bars["start_us"] / 1000
-    return list(zip(starts, starts + bars["dur_us"] / 1000, strict=True))
-
-
-@exercise
 def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     """Tell whether a run of fsdp_wrap with fully_shard made each of its ``blocks`` a unit.
 
@@ -181,7 +158,7 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
 
 @exercise
 def shard_model(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: wrap a language model with tied weights, from (model, group), on real ranks."""
+    """Exercise 3: wrap a language model with tied weights, from (model, group), on real ranks."""
 
     def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
         where, group = f"on rank {index},", ranks_fsdp.GROUP
@@ -255,6 +232,56 @@ def _expect_mean_gradients(ranks: int, gradients: dict[str, Tensor], where: str)
         judge.expect_close(
             gradients[name].float(), mean, f"{said} is", likely, "wrong", hint=hint, **near
         )
+
+
+@exercise
+def saved_training(
+    save: Callable[..., None], load: Callable[..., None], timeout_s: float = 30
+) -> Verdict:
+    """Exercise 4: save on two ranks and load on two and three, from (model, optimizer, folder)."""
+    parameters, losses, forgetful = ranks_fsdp.train_alone()
+
+    def judge_saving(ranks: int, index: int, output: dict[str, Any]) -> None:
+        files, total = output["files"], sum(output["files"].values())
+        judge.expect(files, f"the folder is empty after {judge.answer_name(save)}")
+        largest = max(files, key=lambda name: files[name])
+        said = f"{largest} holds {files[largest] / total:.0%} of the bytes that {ranks} ranks saved"
+        hint = "Let every rank write its own part: no rank has room for all."
+        judge.expect(files[largest] < LARGEST_FILE * total, said, "about a rank's share", hint)
+
+    def judge_loading(ranks: int, index: int, output: dict[str, Any]) -> None:
+        where = f"on rank {index}, after the load"
+        before = dict(ranks_fsdp.training_model(1).named_parameters())
+        for name, right in parameters.items():
+            hint = "checkpoint.load fills the tensors that it is given. Are they the model's?"
+            likely = {"what it was before": before[name].detach()}
+            said = f"{where} {name} is"
+            judge.expect_close(
+                output["parameters"][name], right, said, likely, "wrong", hint=hint, **TOLERANCES
+            )
+        hint = "A new Adam has no state that a load could fill. Who makes it?"
+        likely = {"goes on as with a new Adam": torch.tensor(forgetful)}
+        found, right = torch.tensor(output["losses"]), torch.tensor(losses)
+        said = f"{where} the parameters are right, but training"
+        judge.expect_close(found, right, said, likely, "goes on with other losses", hint=hint)
+
+    for answer in (save, load):
+        judge.raise_if_not_attempted(answer)
+    how: dict[str, Any] = {"timeout_s": timeout_s}
+    with private_files.temporary_folder() as folder:
+        how["folder"] = str(folder)
+        judge_on_group(save, judge=judge_saving, sizes=(SAVING,), what="save", **how)
+        try:
+            judge_on_group(load, judge=judge_loading, sizes=LOADING, what="load", **how)
+        except judge.WrongAnswer as wrong:
+            # Its message holds the tracebacks of all ranks.
+            missing = MISSING_KEY.search(str(wrong))
+            if not missing:
+                raise
+            said = f"{judge.answer_name(load)} asks for {missing[1]}, which was not saved"
+            raise judge.WrongAnswer(said, hint=SAVING_HINT) from None
+    seen = f"saved by {SAVING} ranks, loaded by {SIZES_TEXT}"
+    return judge.passing_verdict(f"{seen}: they train on with the losses of one device")
 
 
 @exercise

@@ -2,6 +2,9 @@
 
 import functools
 
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict as states
+
 import answers
 from answers import Exercise
 from labkit_course.checks import fsdp_at_work as checks
@@ -29,6 +32,35 @@ return all(
     bool((mine[name].sum() - reference[name].sum()).abs() <= 1e-5 * reference[name].abs().max()) for name in reference
 )
 """
+
+WHOLE = """
+how = states.StateDictOptions(full_state_dict=True)
+weights, updates = states.get_state_dict(model, optimizer, options=how)
+if dist.get_rank() == 0:
+    torch.save({"model": weights, "optimizer": updates}, f"{folder}/all.pt")
+"""
+RAW = """
+state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+checkpoint.load(state, checkpoint_id=folder)
+model.load_state_dict(state["model"])
+optimizer.load_state_dict(state["optimizer"])
+"""
+COPIES = """
+copies = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+checkpoint.load({"model": copies}, checkpoint_id=folder)
+"""
+
+
+def save_training(model, optimizer, folder):
+    weights, updates = states.get_state_dict(model, optimizer)
+    checkpoint.save({"model": weights, "optimizer": updates}, checkpoint_id=folder)
+
+
+def load_training(model, optimizer, folder):
+    weights, updates = states.get_state_dict(model, optimizer)
+    checkpoint.load({"model": weights, "optimizer": updates}, checkpoint_id=folder)
+    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=updates)
+
 
 EXERCISES = [
     Exercise(
@@ -78,32 +110,6 @@ EXERCISES = [
     ),
     Exercise(
         "2b.3",
-        "exposed_ms",
-        checks.exposed_ms,
-        {
-            "exposed_ms(computing=[(0.0, 10.0)], messages=[(10.0, 14.0)]) gave 0": (
-                "return max(0, sum(b - a for a, b in messages) - sum(b - a for a, b in computing))"
-            ),
-            "exposed_ms(computing=[(0.0, 10.0)], messages=[(2.0, 6.0)]) gave 4.0": (
-                "return sum(end - start for start, end in messages)"
-            ),
-            "exposed_ms(computing=[(0.0, 10.0)], messages=[(8.0, 14.0)]) gave 6.0": (
-                "within = [any(a <= start and end <= b for a, b in computing) for start, end in messages]\n"
-                "return sum(end - start for (start, end), inside in zip(messages, within) if not inside)"
-            ),
-            "exposed_ms(computing=[(0.0, 10.0), (12.0, 20.0)], messages=[(8.0, 15.0)]) gave 4.0": (
-                "exposed = 0.0\n"
-                "for start, end in messages:\n"
-                "    exposed += end - start - max(max(0, min(end, b) - max(start, a)) for a, b in computing)\n"
-                "return exposed"
-            ),
-            "exposed_ms(computing=[(0.0, 10.0), (30.0, 40.0)]": changed(
-                "exposed_ms", ("max(0, min(end, done) - max(start, begun))", "min(end, done) - max(start, begun)")
-            ),
-        },
-    ),
-    Exercise(
-        "2b.4",
         "shard_model",
         checks.shard_model,
         {
@@ -131,6 +137,28 @@ EXERCISES = [
             "right on 4 ranks, but with 2 ranks: on rank 0, RuntimeError: Mesh should not be bigger": changed(
                 "shard_model", ("dist.get_world_size() // group", "2")
             ),
+        },
+    ),
+    Exercise(
+        "2b.4",
+        "save_training",
+        lambda save: checks.saved_training(save, load_training),
+        {
+            "the folder is empty after save_training": "states.get_state_dict(model, optimizer)",
+            "all.pt holds 100% of the bytes that 2 ranks saved": WHOLE,
+            "load_training asks for optimizer.state.0.weight.": (
+                'checkpoint.save({"model": states.get_model_state_dict(model)}, checkpoint_id=folder)'
+            ),
+        },
+    ),
+    Exercise(
+        "2b.4",
+        "load_training",
+        lambda load: checks.saved_training(save_training, load),
+        {
+            "on rank 0, after the load the parameters are right, but training goes on as with a new Adam": RAW,
+            "on rank 0, after the load 0.weight is what it was before": COPIES,
+            "load_training asks for weights.": (changed("load_training", ('"model"', '"weights"'))),
         },
     ),
     Exercise(

@@ -1,10 +1,12 @@
 """Run a learner's functions that shard a small model, or average gradients around local experts."""
 
 import contextlib
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,10 +30,13 @@ GROUP, WORDS, FEATURES, BLOCKS, TOKENS = 2, 12, 8, 3, 6
 BLOCK_WIDTH, BLOCK_ORDERS, PREFETCH_STEPS = 6, {2: (2, 0, 3, 1), 3: (1, 3, 0, 2)}, 3
 
 
-def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
+def run_answer(
+    answer: Callable[..., Any], what: str = "experts", folder: str = ""
+) -> dict[str, Any]:
     """Return results of ``run_sharding`` for "shard", of ``run_units`` for "gather" or "reduce".
 
-    For "wrap" they are those of ``run_wrapping``, for "prefetch" those of ``run_prefetch``.
+    For "wrap" they are those of ``run_wrapping``, for "prefetch" those of ``run_prefetch``, for
+    "save" and "load" those of ``run_saving`` and ``run_loading``.
 
     For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
     collective.
@@ -44,6 +49,10 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
         return run_wrapping(answer)
     if what == "prefetch":
         return run_prefetch(answer)
+    if what == "save":
+        return run_saving(answer, folder)
+    if what == "load":
+        return run_loading(answer, folder)
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     experts = {parameters[name] for name in expert_names(model)}
@@ -321,6 +330,75 @@ def run_prefetch(answer: Callable[[list[nn.Module]], Any]) -> dict[str, Any]:
 def patch_listeners(listener: Callable[[GroupCall], None]) -> Any:
     """Tell this function of each call of a process group, inside a ``with`` block."""
     return mock.patch.object(counted_group, "listeners", [listener])
+
+
+def training_model(seed: int) -> nn.Sequential:
+    """Return a model on one device whose rows not every number of ranks divides."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 4))
+
+
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Train on the same samples on every rank, and return the losses."""
+    samples, losses = torch.arange(24.0).view(3, 8) / 10, []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(samples) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def new_adam(model: nn.Module) -> torch.optim.Adam:
+    """Return an optimizer that has not stepped yet."""
+    return torch.optim.Adam(model.parameters(), lr=RATE)
+
+
+def train_alone() -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Return parameters after two steps on one device, the next losses, and those of a new Adam."""
+    model = training_model(0)
+    optimizer = new_adam(model)
+    train_steps(model, optimizer, 2)
+    parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
+    forgetful = copy.deepcopy(model)
+    return (
+        parameters,
+        train_steps(model, optimizer, 3),
+        train_steps(forgetful, new_adam(forgetful), 3),
+    )
+
+
+def start_sharded_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model that all ranks share, and its optimizer."""
+    model = training_model(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model, new_adam(model)
+
+
+def run_saving(save: Callable[..., Any], folder: str) -> dict[str, Any]:
+    """Train two steps and let the answer save; return the bytes of the ``files`` in the folder."""
+    model, optimizer = start_sharded_training(0)
+    train_steps(model, optimizer, 2)
+    save(model, optimizer, folder)
+    dist.barrier()
+    found = [each for each in sorted(Path(folder).rglob("*")) if each.is_file()]
+    return {"files": {each.name: each.stat().st_size for each in found if each.suffix}}
+
+
+def run_loading(load: Callable[..., Any], folder: str) -> dict[str, Any]:
+    """Let the answer load; return whole ``parameters``, and the ``losses`` of three more steps."""
+    model, optimizer = start_sharded_training(1)
+    load(model, optimizer, folder)
+    parameters = {
+        name: each.full_tensor().clone() if isinstance(each, DTensor) else each.detach().clone()
+        for name, each in model.named_parameters()
+    }
+    plain = {name: each.detach() for name, each in parameters.items()}
+    return {"parameters": plain, "losses": train_steps(model, optimizer, 3)}
 
 
 def storage_bytes(unit: nn.Module) -> int:
