@@ -33,6 +33,7 @@ return all(
 )
 """
 
+NOT_SAVED = "what is loaded was not saved, or under another name (RuntimeError: Missing key in checkpoint state_dict: "
 WHOLE = """
 how = states.StateDictOptions(full_state_dict=True)
 weights, updates = states.get_state_dict(model, optimizer, options=how)
@@ -146,7 +147,7 @@ EXERCISES = [
         {
             "the folder is empty after save_training": "states.get_state_dict(model, optimizer)",
             "all.pt holds 100% of the bytes that 2 ranks saved": WHOLE,
-            "load_training asks for optimizer.state.0.weight.": (
+            f"{NOT_SAVED}optimizer": (
                 'checkpoint.save({"model": states.get_model_state_dict(model)}, checkpoint_id=folder)'
             ),
         },
@@ -158,7 +159,7 @@ EXERCISES = [
         {
             "on rank 0, after the load the parameters are right, but training goes on as with a new Adam": RAW,
             "on rank 0, after the load 0.weight is what it was before": COPIES,
-            "load_training asks for weights.": (changed("load_training", ('"model"', '"weights"'))),
+            f"{NOT_SAVED}weights": (changed("load_training", ('"model"', '"weights"'))),
         },
     ),
     Exercise(

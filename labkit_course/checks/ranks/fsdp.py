@@ -13,12 +13,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from labkit.models.moe import MixtureOfExperts
+from labkit.parallel.safe_checkpoint import METADATA_FILE
 from labkit.parallel.small_fsdp import flatten_tensors, gather_and_free, shard_parameters
 from labkit.session import counted_group
 from labkit.session.counted_group import GroupCall, GroupTraffic
@@ -386,13 +388,19 @@ def run_saving(save: Callable[..., Any], folder: str) -> dict[str, Any]:
     save(model, optimizer, folder)
     dist.barrier()
     found = [each for each in sorted(Path(folder).rglob("*")) if each.is_file()]
-    return {"files": {each.name: each.stat().st_size for each in found if each.suffix}}
+    # The table of contents is small, and of all ranks.
+    return {"files": {e.name: e.stat().st_size for e in found if e.name != METADATA_FILE}}
 
 
 def run_loading(load: Callable[..., Any], folder: str) -> dict[str, Any]:
     """Let the answer load; return whole ``parameters``, and the ``losses`` of three more steps."""
     model, optimizer = start_sharded_training(1)
-    load(model, optimizer, folder)
+    try:
+        load(model, optimizer, folder)
+    except CheckpointException as error:
+        # It is no Exception, and its text holds the tracebacks of all ranks.
+        reason, _ = next(iter(error.failures.values()))
+        raise RuntimeError(str(reason)) from None
     parameters = {
         name: each.full_tensor().clone() if isinstance(each, DTensor) else each.detach().clone()
         for name, each in model.named_parameters()
