@@ -11,7 +11,6 @@
 # be read in any order, but for section 8, which needs 4, 5 and 7.
 
 # %% tags=["nbval-ignore-output"]
-
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -520,7 +519,7 @@ hsdp_ms = [run.value("step_ms") for run in hsdp.values()]
 claim("the step is shorter with HSDP", hsdp_ms[1] < 0.9 * hsdp_ms[0], where=DIM == 128)
 
 # %% [markdown]
-# *Takeaway: HSDP keeps the gathers where the network is fast.*
+# *Takeaway: HSDP keeps gathers on the fast network, for more memory.*
 #
 # ## 8. Wrap a model yourself ({minutes} minutes)
 #
