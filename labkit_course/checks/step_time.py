@@ -142,7 +142,7 @@ KINDS = {
     ),
     "near": (
         _plan(100, (0.9, 1.1), (5.4, 6.6)),
-        "stays near the cheapest plan of each network, even if the largest bill is a bit larger",
+        "stays near the cheapest plan of each network, also where another's largest bill is lower",
     ),
 }
 """Plans among which the criteria differ that can be defended, and what choosing one gives up."""

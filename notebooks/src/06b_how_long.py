@@ -3,8 +3,8 @@
 #
 # Lab 6 said what fits on a cluster, to the byte. What a step costs there depends on seconds, and no simulation has a
 # clock. Its seconds are **estimated**: from what the program does, and from a table of hardware. One figure of that
-# table is a guess, and at 1024 GPUs almost everything hangs on it, so section 8 tests it. The picture to remember is
-# the pair in section 4: the same numbers, drawn twice.
+# table is a guess, and at 1024 GPUs almost everything hangs on it; section 8 asks what would test it. The picture to
+# remember is the pair in section 4: the same steps, drawn twice.
 #
 # The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
 #
@@ -79,8 +79,8 @@ figures = {
 pandas.DataFrame.from_dict(figures, orient="index", columns=["H100", "from"]).round(3)
 
 # %% [markdown]
-# The guess lies between two figures: to choose among its algorithms NCCL takes 14 µs, and the one network of which we
-# have measurements, between hosts of B200s, fits 434 µs. The middle of the two, by ratio, is 78. The 44 % is low: a
+# The guess lies between two figures: NCCL's own table assumes 14 µs, and the one network of which we have
+# measurements, between hosts of B200s, fits 434 µs. Their geometric mean is 78. The 44 % is low: a
 # GEMM alone reaches about 80 % of the peak, but this share has to cover all that the estimate leaves out.
 #
 # An **operator** takes as long as the longer of two things, its arithmetic and its traffic with memory, which is called
@@ -181,7 +181,7 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 # *The more hosts there are, the more the shorter latency is worth: on one host Simple is the quickest, on 8 LL128, and
 # on 128 LL.* There a gather takes four times as long as on one host, with Simple twelve times. But NCCL does not know
 # the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
-# 5.16 ms instead of 4.60. We go on with the quickest, so steps on many hosts may be some percent too short.
+# 5.16 ms instead of 4.60. We go on with the quickest, so steps on many hosts may be some percent too short, and more on a slower network.
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes, and NCCL chooses the protocol by its own
 # table, not by your network.*
