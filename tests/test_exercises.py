@@ -149,6 +149,7 @@ def test_exercises_on_ranks_have_an_answer_that_is_right_on_one_number_of_ranks(
             "2.2",
             "2.3",
             "2.4",
+            "2.5",
             "2b.3",
             "2b.5",
             "3.1",

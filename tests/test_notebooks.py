@@ -126,7 +126,7 @@ def calls_of_labkit(lab):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 known.pop(node.id, None)  # from here on it is something of the notebook's own
         for node in nodes:
-            if isinstance(node, ast.Call) and (called := looked_up(node.func, known)):
+            if isinstance(node, ast.Call) and (called := looked_up(node.func, known)) and not inspect.isbuiltin(called):
                 yield node, called
 
 

@@ -3,8 +3,8 @@
 #
 # Lab 6 said what fits on a cluster, to the byte. What a step costs there depends on seconds, and no simulation has a
 # clock. Its seconds are **estimated**: from what the program does, and from a table of hardware. One figure of that
-# table is a guess, and at 1024 GPUs almost everything hangs on it; section 8 asks what would test it. The picture to
-# remember is the pair in section 4: the same steps, drawn twice.
+# table is a guess, and at 1024 GPUs almost everything hangs on it; section 8 asks what would test it. Remember the
+# pair of pictures in section 4: the same steps, drawn twice.
 #
 # The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
 #
@@ -739,7 +739,7 @@ table.rename_axis("latency, µs")
 # *All three survive.* They meet 28, 28 and 27 rows. Only three feel the latency, all HSDP, and they pull both ways.
 # Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 with more than 8192.
 #
-# Their paper may say which. Until then nothing here tests the guess, and every sentence about 1024 GPUs rests on it.
+# Until somebody reads which in their paper, nothing tests the guess, and each sentence about 1024 GPUs rests on it.
 #
 # <details><summary>Your own machine, and all rows case by case</summary>
 #

@@ -169,9 +169,6 @@ EXERCISES = [
             "in step 2, just before block 1 computes, blocks begin to be gathered: 2": changed(
                 "prefetch", ("if block not in seen:", "if True:")
             ),
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2": changed(
-                "prefetch", ("seen[-1].set_modules_to_forward_prefetch([block])", "block.unshard(async_op=True)")
-            ),
             "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 0 and 1 and 3": (
                 "for block in blocks:\n    block.set_modules_to_forward_prefetch(blocks)"
             ),
