@@ -93,8 +93,8 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 # of it the one block that is being computed again. Gradients on their way through this block come on top, as section 8
 # shows. The price is one more forward pass.
 #
-# Cut the image where that is not enough: in float32 a tile of 16,384 pixels does not fit even then, and some forecasts are due within
-# seconds.
+# Cut the image where that is not enough: in float32 a tile of 16,384 pixels does not fit even then, and some
+# weather forecasts are due within seconds.
 
 # %% tags=["claim"]
 plain_gb, checkpointed_gb = (
@@ -139,7 +139,7 @@ outcomes = {
 pandas.DataFrame.from_dict(outcomes, orient="index", columns=["with 210 MiB", "tensors at the peak, MiB"])
 
 # %% [markdown]
-# On one rank, tensors alone exceed the limit, even with checkpointing. Those of a strip take little more than a third. What
+# On one rank, tensors alone exceed the limit, even with checkpointing. Those of a strip take little more than a third of it. What
 # libraries allocate counts, too.
 
 # %% tags=["claim"]
@@ -239,7 +239,7 @@ def halo_bytes(rows: int, kernel: int, channels: int, batch: int, dilation: int 
 checks.halo_bytes(halo_bytes)
 
 # %% [markdown]
-# *Takeaway: the halo is as long as the cut, and does not depend on how wide a strip is, so cut
+# *Takeaway: the halo is as long as the cut, however wide a strip is, so cut
 # parallel to the image's shorter side.*
 #
 # ## 4. Build it: the halo exchange ({minutes} minutes)
@@ -705,10 +705,10 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
 # little above a fair share.*
 #
-# Checkpointing saves 41 % of the activations here, but 21 % of the peak, which now lies in the first block. Its maps are twice as
-# large, and so are the gradients on their way through it: of the grey part 1.18 MB are the images, and the rest grows from 2.4
-# to 4.7. Strips can checkpoint, too: a block that is computed
-# again exchanges its halo again.
+# With two blocks, not 36, checkpointing saves 41 % of the activations, and 21 % of the peak, which now lies in the first
+# block. Its maps are twice as large, and so are the gradients on their way through it. Of the grey part 1.18 MB are the
+# images, and the rest grows from 2.4 to 4.7. Strips can checkpoint, too: a block that is computed again exchanges its
+# halo again.
 #
 # <details><summary>And what is outside blocks?</summary>
 #
@@ -805,7 +805,7 @@ claim("where each rank can have an image of its own, that is faster", rival < 0.
 # |if|then|
 # |---|---|
 # |activations do not fit|checkpoint first, and cut the image where that is not enough|
-# |there are at least as many images as ranks|give each rank images of its own|
+# |images fit, and are at least as many as the ranks|give each rank images of its own|
 # |devices are far from each other|do not cut between them, since each block waits for the halos|
 # |you wrap a cut network in DDP|stop: it averages gradients that must be summed|
 #

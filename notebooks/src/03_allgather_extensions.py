@@ -95,7 +95,7 @@ claim("two gathers take 0.53 s in bfloat16", round(two_gathers_s[2], 2) == 0.53 
 # With FSDP the updates happen in the shard, which stays in float32. The gathered copy is only computed with. Its rounding
 # errors do not add up, because each step rounds the exact shard again.
 #
-# Then why hooks, if a policy halves the bytes? A policy has one dtype, for the message and for the computation. So it
+# Then why hooks, if a policy halves the bytes? A policy has one dtype for parameters, sent and computed with. So it
 # cannot send bfloat16 and compute in float32, nor int8, which is of no use without its scales.
 #
 # *Takeaway: a gathered parameter may be rounded because it is only a copy, and if bfloat16 is enough, a policy does
@@ -357,8 +357,8 @@ def second_hooks(shard, rows, encode, decode):
 
 
 # %% [markdown]
-# Commit for each: what is the mean of the last ten losses now? And how many bytes of a layer of (51, 64) are still in
-# memory on each of 2 ranks, after it has been gathered in float32 and freed?
+# Commit for each: what is the mean of the last ten losses now? And how many bytes of decoded rows of a (51, 64) layer are
+# still in memory on each of 2 ranks, after it has been gathered in float32 and freed?
 
 # %% tags=["commit"]
 mine_faults = commit(first_loss=None, first_left=None, second_loss=None, second_left=None)
@@ -395,7 +395,7 @@ claim("1.45 MB leak, twice the shards", leaked == [1.45, 0.72], where=TOLD)
 # 64 × 4 = 13,312 bytes for the first. This notebook's network would leave 1.45 MB on each rank, twice its 0.72 MB of
 # shards.
 #
-# The second leaves nothing, but sends **stale** rows. Adam updates the shards, while every unit computes with its first
+# The second leaves no decoded rows, but sends **stale** ones. Adam updates the shards, while every unit computes with its first
 # weights and guesses among ten: ln 10 ≈ 2.3.
 #
 # *Takeaway: a hook must name the memory that it allocates for the parameter, or nobody frees it. What it keeps of the
@@ -563,7 +563,7 @@ claim("plain peaks with an MLP gathered, the policy with nothing", gathered == [
 claim("1.28 MB", round(13 * DIM * 768 / 1e6, 2) == 1.28, where=TOLD)
 
 # %% [markdown]
-# Plain FSDP peaks while an MLP computes its gradients, and the policy while they are reduced, with nothing gathered. The
+# Plain FSDP peaks while an MLP computes its gradients, and the policy while they are reduced. The
 # other two peak while the largest matrix is decoded: 13 bytes a number, 1.28 MB, of which 8 in float32 and 10 in bfloat16
 # are decode's temporary copies.
 #
@@ -652,7 +652,7 @@ claim("196,608 and 98,816 bytes ahead", ahead == [196_608, 98_816], where=TOLD)
 # 98,816 bytes of int8 and scales, not 196,608 of bfloat16.
 #
 # *Takeaway: a policy lowers the peak. Hooks on top of it eat the saving if they decode through copies, and keep it if
-# they decode straight into `out`.*
+# they decode straight into `out`, as far as this meter sees.*
 #
 # ## 6. When does it pay? ({minutes} minutes)
 #
@@ -675,6 +675,8 @@ gathers = [f"{run.value('gather_ms'):.2f} ms {how}" for run, how in ((plain, "in
 print("here all gathers take", " and ".join(gathers))
 
 # %% [markdown]
+# Those gathers include the coding.
+#
 # **Emulated, in slow motion.** Real ranks now train this network with your hooks, and *wait* as long as imagined devices
 # and an imagined wire without latency would take (`emulate=`). Coding all parameters once takes 40 ms, so the threshold
 # is 13.5 MB/s. Each unit is gathered twice in a step, while the unit before it computes. The waits obey the formula, and
@@ -725,8 +727,8 @@ claim("they lose 58 ms there", round(columns["theory"]["narrow, hidden"]) == -58
 # Without arithmetic all waits add up. On the narrow wire float32 waits 214 ms for gathers and 107 for reduce-scatters,
 # and yours 54 for gathers, 80 for coding and the same 107. Gathering ahead does not help, because here FSDP asks for the
 # next unit after this unit's decode, and encodes before it sends. Only the arithmetic after that hides a gather, and
-# nothing hides the coding. In the hidden case yours lose 58 ms, not 80, because the first gather of each pass is exposed
-# anyway. What a bar has beyond its dashes is real work of this machine.
+# nothing hides the coding here. In the hidden case yours lose 58 ms, not 80, because the first gather of each pass is exposed
+# anyway.
 #
 # **On GPUs.** The memory of an H100 moves 3.35 · 10¹² bytes a second. As one *fused kernel* each, encode moves 9 bytes a
 # number (it reads the float32 twice and writes the int8) and decode 3. `abs`, `amax`, a division, `round` and a cast,

@@ -366,9 +366,8 @@ print(f"{right.value('compared'):.0f} tensors, equal to 1 part in a million: {ri
 claim("equal to 1 part in a million", right.value("max_rel_error") <= 1e-6)
 
 # %% [markdown]
-# Your row is a copy of the gradients, which takes memory, and the means are copied back. With `gradient_as_bucket_view=True` DDP
-# saves both: each `grad` is a view of its piece of the row. `thrifty_ddp` does the same,
-# and has a mistake that raises no error.
+# Your row is a copy of the gradients, which takes memory. With `gradient_as_bucket_view=True` DDP saves it: each `grad`
+# is a view of its piece of the row from the start. `thrifty_ddp` does the same, and has a mistake that raises no error.
 #
 # The check trains two steps, with `optimizer.zero_grad()` before each. Commit: in how many of
 # the two are all gradients right?
@@ -578,7 +577,7 @@ claim("with the option all wait for fc1, in every step", all(late) and early == 
 
 # %% [markdown]
 # By default DDP knows the order from the second step on. With the option full buckets wait for `fc1`'s in every
-# step. So list layers in the order of their use.
+# step.
 #
 # *Takeaway: one late gradient at the front of the order holds up every bucket behind it.*
 #
@@ -751,9 +750,9 @@ cpu = on_cpu.ranks[0].reported
 claim("sending takes CPU time", cpu["cpu_ms"] > 1.15 * cpu["silent_cpu_ms"])
 
 # %% [markdown]
-# Take the recipe and not the numbers: here sending takes CPU time from the cores that compute, so that buckets hide
-# little, while a GPU and a network card work side by side. With k micro-batches, `no_sync` saves the exposed time of
-# k − 1. `torch.profiler` shows *which* message is exposed.
+# Take the recipe and not the numbers. DDP's default buckets are 4 and 28 MiB here, and nothing hides the second. Sending
+# also takes CPU time from the cores that compute, while a GPU and a network card work side by side. With k
+# micro-batches, `no_sync` saves the exposed time of k − 1.
 #
 # *Takeaway: all micro-batches but the last go into `no_sync`, forward pass included; divide each loss by their number.*
 #
@@ -797,7 +796,7 @@ for name, cuts in {"cut": True, "whole": False}.items():
     torch.compiler.reset()
 
 # %% [markdown]
-# Cut, one bucket leaves in each program, and two in the last. A program hands over a weight *before* its bias, and DDP has
+# Cut, one bucket leaves in each program, and two in the last. A cut program hands over a weight *before* its bias, and DDP has
 # rebuilt its buckets in that order: [`fc6`], [`fc6.bias`, `fc5`] and so on, and the last bias is left over. As one graph,
 # no gradient comes before the whole backward pass is computed.
 #
@@ -863,7 +862,8 @@ if not any(result.cores_of_others for result in compiled.values()):
 # What cuts cost the compiler is not measured here. The companion 04b looks at where they lie, and at all-reduces *inside*
 # the compiled program.
 #
-# *Takeaway: leave `optimize_ddp` on, as it is by default, because with one large graph nothing hides.*
+# *Takeaway: with one large graph nothing hides, so leave `optimize_ddp` on, as it is by default, unless you measured
+# that the cuts cost more.*
 #
 # ## 9. Take away ({minutes} minutes)
 #

@@ -286,7 +286,7 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 #
 # The model has `blocks` blocks and a root, of so many parameters each, sharded over all `ranks`. Everything is
 # recomputed, so a block keeps `kept_bytes`, its input, until its own backward pass ends. The root is gathered from the
-# first block's forward pass to the last backward pass, because it begins and ends both. In the backward pass of which
+# first block's forward pass to the last backward pass, because it begins and ends both passes. In the backward pass of which
 # block does a rank hold the most, and how many bytes? Return the block's number, counted from 0, and the bytes.
 #
 # Count all rows of section 2's table but `Temp`, whose size follows the order of PyTorch's operations. The figure calls
@@ -333,7 +333,7 @@ checks.fullest_block(fullest_block)
 # %% [markdown]
 # *On 64 GPUs the last block but one is the fullest, and on 8 the second.* From block to block `kept_bytes` are freed,
 # 16 MiB here, while the shard of a gradient comes, 12 MiB on 64 GPUs and 97 on 8. So in deeper models the peak lies at
-# one of the ends, too. `Temp` held the block's gradient in bfloat16, and that of the output layer, which waits for the
+# one of these two, too. `Temp` held the block's gradient in bfloat16, and that of the output layer, which waits for the
 # root's end.
 #
 # Does it fit? A GPU's memory holds more than tensors: the allocator takes it in large pieces, and beside that there are
@@ -486,7 +486,7 @@ if TOLD and confirmed is not None:
 # `labkit.plan` takes lists for any field, simulates every combination, and estimates how long its step takes:
 # `labkit.plan(TRAIN, world_size=64, hardware="h100-8x", budget_gib=24, batch=[1, 2])`. Hosts of `"h100-8x"` have 8 H100
 # with NVLink between them, and a network card of 400 Gbit/s for each GPU. labkit assumes that 95 % of this bandwidth
-# is reached, and that each message between hosts has a latency of 78 µs. The result's `fitting_rows` are a pandas
+# is reached, and each message between hosts has a latency of 78 µs. Lab 6b says how many a call has. The result's `fitting_rows` are a pandas
 # table of those that fit, with `candidate`, `batch`, `step_s` and `needed_bytes`. `result.candidates[number].params`
 # are the settings of a candidate.
 #
@@ -531,9 +531,8 @@ checks.quickest(quickest)
 # %% [markdown]
 # Now twelve ways to train the whole model on the 64 GPUs: with nothing, something or everything recomputed, one
 # sequence a GPU or four, sharded over all GPUs or the 8 of a host. *Selective* checkpointing keeps attention and every
-# second GEMM, which are expensive to compute again. By default `labkit.plan` continues most ways from 4 and 6 blocks,
-# which overstates what the allocator takes. With `whole=None` it simulates all 32 blocks, in about two minutes on two
-# cores.
+# second GEMM, expensive to compute again. By default `labkit.plan` continues most ways from 4 and 6 blocks,
+# which overstates what the allocator takes. With `whole=None` it simulates all 32 blocks, in about two minutes.
 #
 # Rule out some first: with one sequence and nothing recomputed a rank's own part is 14.5 GiB, and its share is 75 GiB
 # divided by the GPUs that share it.

@@ -194,7 +194,7 @@ told
 # </details>
 #
 # *Takeaway: lost connections are echoes. Look for an error of its own, or a signal such as -9. An abort (-6) may be
-# the effect of another rank's call.*
+# the effect of another rank's call, and a timeout accuses a rank that did not come.*
 #
 # ## 3. A record of calls ({minutes} minutes)
 #
@@ -487,8 +487,8 @@ scaled.ask("samples")
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A copy also copies the gradients, and `backward()` adds to what is there. `named_parameters()` gives the names, in the
-# order of `parameters()`.
+# `copy.deepcopy` leaves the gradients of parameters out, and `backward()` makes new ones. `named_parameters()` gives the
+# names, in the order of `parameters()`.
 #
 # </details>
 
@@ -737,7 +737,7 @@ main(seed=int(os.environ["RANK"] == "2"))
 print(ends_table(rank_ends(unequal)).to_string())
 
 # %% [markdown]
-# *The headline is rank 0's, and its message names rank 2, which did not come (line 4).* What ranks 1 and 3 say are
+# *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* What ranks 1 and 3 say are
 # echoes. Line 5 speaks on each rank that has a weight which is not the largest; here these are all. So line 5 says that
 # ranks differ, not which is wrong.
 #
