@@ -379,11 +379,11 @@ def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypa
 @pytest.mark.parametrize("lab", long_but([lab for lab in LABS if lab.name == DAILY], LABS), ids=lambda lab: lab.name)
 @pytest.mark.notebook
 @pytest.mark.calm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_solved_notebook_gives_its_outputs_again(lab, tmp_path):
     command = [sys.executable, "-m", "pytest", *NBVAL_OPTIONS, str(Path(lab.solved).parent), str(lab.solved)]
     strict = os.environ | {ENV_STRICT_CLAIMS: "1"}
-    run = partial(subprocess.run, command, capture_output=True, text=True, timeout=290, cwd=tmp_path, env=strict)
+    run = partial(subprocess.run, command, capture_output=True, text=True, timeout=480, cwd=tmp_path, env=strict)
     answer = run()
     # A time may be disturbed once, and a rank of another test take the port that was free for the kernel.
     if any(said in answer.stdout for said in ("the claim does not hold", "Kernel didn't respond")):
