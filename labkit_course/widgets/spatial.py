@@ -169,6 +169,9 @@ class SpatialExplorer(Explorer):
         byte_bars(bars, seen, BYTE_COLOURS, budget=budget, **look)
         look |= {"ylabel": "handed over", "ax": traffic}
         byte_bars(_traffic_bars(predicted), sent, BYTE_COLOURS, **look)
+        for panel in (memory, traffic):
+            # Each tick takes some ms to draw.
+            panel.locator_params(axis="y", nbins=4)
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))
