@@ -176,7 +176,7 @@ def _judge_rows(
     hint = "Small numbers become 0 without a scale of their own, or if that scale became 0."
     judge.expect(bool(found.any()), f"{whose} became 0", hint=hint)
     # The factor that fits best; it is the mistake if little is left over.
-    factor = float((found * exact).sum() / exact.square().sum())
+    factor = judge.projection(found, exact)
     rest = float(((found - factor * exact).abs() / largest).max())
     is_scaled = abs(factor - 1) > 0.2 and rest < 0.2 * abs(factor)
     hint = "Was each row multiplied by the scale of its own rank, or its own row?"

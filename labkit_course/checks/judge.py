@@ -306,6 +306,11 @@ def is_tensor_close(
     )
 
 
+def projection(found: Tensor, right: Tensor) -> float:
+    """Return the factor with which ``right`` comes nearest to ``found``."""
+    return float((found * right).sum() / right.square().sum())
+
+
 def is_close(found: Any, right: Any, *, rtol: float = 1e-4, atol: float = 1e-6) -> bool:
     """Tell whether numbers, tensors or lists of them agree, up to rounding."""
     if isinstance(right, Tensor):

@@ -13,6 +13,7 @@ from labkit_course.checks.judge import (
     exercise,
     expect,
     passing_verdict,
+    projection,
     value_text,
 )
 from labkit_course.checks.on_ranks import judge_on_ranks
@@ -135,7 +136,7 @@ def _judge_gradient(name: str, pairs: list[tuple[Tensor | None, Tensor]], hint: 
         error = float((got - wanted).norm() / wanted.norm())
         if error < museum.TOLERANCE:
             continue
-        ratio = float((got * wanted).sum() / wanted.square().sum())
+        ratio = projection(got, wanted)
         is_scaled = abs(ratio) > 1e-3 and torch.allclose(got, ratio * wanted, rtol=1e-3, atol=1e-6)
         seen = f"{ratio:.3g} times the right one" if is_scaled else f"off by {error:.2%}"
         expect(False, f"the gradient of {name} is {seen}", expected, hint)

@@ -11,7 +11,7 @@ from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
 from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block
 from labkit_simulate.memory_fit import GIB, memory_fit
-from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.simulation import ALLOCATOR_FACTOR, RESERVED_GIB
 from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
 from launch.given import TRAIN
@@ -182,11 +182,16 @@ def chosen(answer: Callable[..., Any]) -> Verdict:
     return judge.passing_verdict(said)
 
 
+def slow_hosts() -> Hardware:
+    """Return the hosts of exercise 4."""
+    return get_hardware(HOSTS).with_network(latency_us=LATENCY_US)
+
+
 @functools.cache
 def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> tuple[float, float]:
     """Return the GiB that a rank of the task needs, and the tokens of a GPU in a second."""
     settings: dict[str, Any] = dict(zip(NAMES, (shard_over, batch, checkpointing), strict=True))
-    hosts = get_hardware(HOSTS).with_network(latency_us=LATENCY_US)
+    hosts = slow_hosts()
     result = labkit.simulate(TRAIN, world_size=RANKS, hardware=hosts, sequence=SEQUENCE, **settings)
     fit = memory_fit(result, CHOICE_GIB)
     speed = batch * SEQUENCE / result.value("reckoned_step_s")
@@ -195,7 +200,7 @@ def simulated_choice(shard_over: int | None, batch: int, checkpointing: str) -> 
 
 def quickest_by_formula() -> tuple[int | None, int, str]:
     """Return the settings of most tokens a second that surely leave a tenth free."""
-    hosts = get_hardware(HOSTS).with_network(latency_us=LATENCY_US)
+    hosts = slow_hosts()
     speeds: dict[tuple[int | None, int, str], float] = {}
     # In between, 16 and 32 gain nothing and cost memory.
     for shard_over in (None, 8):

@@ -14,6 +14,7 @@ from labkit import rank
 from labkit.models.convnext import ConvNeXt
 from labkit.parallel.halo import pad_columns
 from labkit.runs.result import RunResult
+from labkit_course.checks.judge import projection
 
 Reduction = Callable[[list[Tensor], list[Tensor]], None]
 SHOWN = {
@@ -99,8 +100,3 @@ def named_gradients(run: RunResult, names: list[str]) -> dict[str, Tensor]:
     """Return the gradients that rank 0 reported, by name."""
     reported = run.ranks[0].reported
     return dict(zip(names, [*reported["cut"], *reported["head"]], strict=True))
-
-
-def projection(own: Tensor, right: Tensor) -> float:
-    """Return the part of ``right`` that lies in ``own``."""
-    return float((own * right).sum() / right.square().sum())

@@ -428,6 +428,6 @@ def _gradient_difference(got: Tensor | None, expected: Tensor) -> str:
     if judge.is_tensor_close(got, expected, **TOLERANCES):
         return ""
     # The factor that fits best; it is the mistake if nothing is left over.
-    ratio = (got * expected).sum() / expected.square().sum()
+    ratio = judge.projection(got, expected)
     multiple = judge.is_tensor_close(got, ratio * expected, rtol=1e-3, atol=1e-6)
     return f"is {ratio:.3g} times one device's" if multiple else "is not one device's"

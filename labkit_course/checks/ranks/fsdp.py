@@ -316,22 +316,20 @@ def run_prefetch(answer: Callable[[list[nn.Module]], Any]) -> dict[str, Any]:
         asked[-1].append([place, [*started]])
         started.clear()
 
+    def note_call(call: GroupCall) -> None:
+        started.append(places.get(call.bytes, -1))
+
     # After the answer's hooks, so that what they ask for counts as well.
     for place, block in enumerate(blocks):
         block.register_forward_pre_hook(partial(note_block, place))
     for _ in range(PREFETCH_STEPS):
         asked.append([])
         started.clear()
-        with patch_listeners(lambda call: started.append(places.get(call.bytes, -1))):
+        with mock.patch.object(counted_group, "listeners", [note_call]):
             output = model(torch.ones(ROWS, BLOCK_WIDTH))
         output.sum().backward()
         model.zero_grad()
     return {"asked": asked}
-
-
-def patch_listeners(listener: Callable[[GroupCall], None]) -> Any:
-    """Tell this function of each call of a process group, inside a ``with`` block."""
-    return mock.patch.object(counted_group, "listeners", [listener])
 
 
 def training_model(seed: int) -> nn.Sequential:
