@@ -89,7 +89,7 @@ check: lint ## what to run before each commit, 90 s: style, types, layers, and a
 	@$(RUN) pytest -q -p tests.fixture_quick $(FILES) -m "not browser and not calm and not long" --timeout 10
 
 test: export LABKIT_TEST := $(LONG)
-test: $(INSTALLED) ## all kinds of tests in 12 minutes; TODAY=1 adds a fifth of what takes long, as CI does, ALL=1 all of it
+test: $(INSTALLED) ## all kinds of tests in 12 minutes; TODAY=1 adds a seventh of what takes long, as CI does, ALL=1 all of it
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2

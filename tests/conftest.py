@@ -14,7 +14,7 @@ from unittest import mock
 import matplotlib
 import pytest
 from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F401  (fixtures of all tests)
-from fixture_long import fifth_of_today
+from fixture_long import seventh_of_today
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
 from fixture_users import another_user, open_place  # noqa: F401
@@ -38,7 +38,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long for what it adds: all of it, or four fifths."""
+    """Leave out what takes long for what it adds: all of it, or six sevenths."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("long"):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in chain(*cases.values()):
             item.add_marker(pytest.mark.skip(reason="takes long for what it adds: make test TODAY=1"))
         return
-    other_days = {*chain(*cases.values())} - {*fifth_of_today(cases.values())}
+    other_days = {*chain(*cases.values())} - {*seventh_of_today(cases.values())}
     config.hook.pytest_deselected(items=[item for item in items if item in other_days])
     items[:] = [item for item in items if item not in other_days]
 

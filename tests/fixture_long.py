@@ -32,19 +32,19 @@ def share_of_today(cases: Iterable[Any], parts: int) -> list[Any]:
 
 
 def half_of_today(cases: Iterable[Any]) -> list[Any]:
-    """What a test takes of its own, of which conftest.py runs a fifth of the cases.
+    """What a test takes of its own, of which conftest.py runs a seventh of the cases.
 
-    Within ten days a half and a fifth meet in every pair; two fifths of the same day never would.
+    Within two weeks a half and a seventh meet in every pair; two sevenths of the same day never would.
     """
     return share_of_today(cases, 2)
 
 
-def fifth_of_today(tests: Iterable[Sequence[Any]]) -> list[Any]:
-    """A fifth of the cases of each test that has five or more, and a fifth of all others together."""
+def seventh_of_today(tests: Iterable[Sequence[Any]]) -> list[Any]:
+    """A seventh of the cases of each test that has seven or more, and a seventh of all others together."""
     many, few = [], []
     for cases in tests:
-        (many if len(cases) > 4 else few).append(cases)
-    return [case for cases in [*many, [*chain(*few)]] for case in share_of_today(cases, 5)]
+        (many if len(cases) > 6 else few).append(cases)
+    return [case for cases in [*many, [*chain(*few)]] for case in share_of_today(cases, 7)]
 
 
 def with_mark(case: Any) -> Any:

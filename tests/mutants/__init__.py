@@ -4,7 +4,7 @@ One file a section, each with its ``MUTANTS``. ``tests/test_mutants.py`` puts ev
 runs its test there. A mutant breaks the logic (a sum for a mean, the wrong neighbour, the last step only) wherever it
 can; "off" marks the few that take a feature away or ignore an option.
 
-    export LABKIT_TEST=all                                      # make test TODAY=1 takes every fifth one
+    export LABKIT_TEST=all                                      # make test TODAY=1 takes every seventh one
     python -m pytest -n 2 tests/test_mutants.py                 # twenty minutes
     python -m pytest tests/test_mutants.py -k "S1 and halo"     # whose names hold these words
     TIER=daily python -m pytest tests/test_mutants.py           # what `make test` alone would notice
