@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LinearLR
 from labkit import Emulated
 from labkit.models.tile_network import tile_batch, tile_network
 from labkit.parity import sample_seed
+from labkit.plots.memory import sum_by_category
 from labkit.tensors import rounding_errors
 from labkit.theory import emulated_steps
 from labkit.theory import extensions as theory
@@ -70,6 +71,26 @@ def rounded_losses(
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
+def round_to(steps: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that rounds each row to this many steps up to its largest weight."""
+
+    def rounded(weight: Tensor) -> Tensor:
+        step = weight.abs().amax(dim=1, keepdim=True) / steps
+        return (weight / step).round() * step
+
+    return rounded
+
+
+def clip(weight: Tensor) -> Tensor:
+    """Cut what lies beyond twice the RMS of the matrix."""
+    limit = float(2 * weight.square().mean().sqrt())
+    return weight.clamp(-limit, limit)
+
+
+COARSE = {"8 bits": round_to(127), "3 bits": round_to(3), "2 bits": round_to(1), "clipped": clip}
+"""Ways to round trained weights whose two errors and harm differ, for ``rounded_losses``."""
+
+
 @contextmanager
 def quietly(out: Tensor) -> Iterator[None]:
     """Let ``out`` be written to without telling autograd, which may have saved it."""
@@ -80,12 +101,25 @@ def quietly(out: Tensor) -> Iterator[None]:
 def lean_post_all_gather(
     gathered: Sequence[Tensor], note: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> Any:
-    """Decode int8 rows and their scales without a copy, as exercise 3 asks."""
+    """Decode int8 rows and their scales a few rows at a time, as exercise 3 asks."""
     numbers, scales = gathered
-    whole = torch.empty(numbers.shape, dtype=dtype, device=numbers.device) if out is None else out
+    whole = torch.empty_like(numbers, dtype=dtype) if out is None else out
     with quietly(whole):
-        whole.copy_(numbers[: len(whole)]).mul_(scales[: len(whole)])
+        for start in range(0, len(whole), 8):
+            rows = slice(start, min(start + 8, len(whole)))
+            whole[rows] = numbers[rows].float() * scales[rows]
     return (whole, (whole,)) if out is None else None
+
+
+def ledger_mb(
+    predicted: Mapping[str, Mapping[str, int]], measured: Mapping[str, float]
+) -> pandas.DataFrame:
+    """Return peaks of ``step_peak`` in MB, by the figure's categories, and the measured sums."""
+    columns = {label: sum_by_category(sizes) for label, sizes in predicted.items()}
+    table = pandas.DataFrame(columns)
+    table.loc["sum"] = table.sum()
+    table.loc["sum, measured"] = pandas.Series(measured)
+    return (table / 1e6).round(3).rename_axis("MB")
 
 
 def decoding_bytes(

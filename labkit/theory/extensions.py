@@ -92,13 +92,13 @@ def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
 def rounding_error(extension: str) -> float:
     """Return the largest error of a gathered weight, relative to the largest that shares its scale.
 
-    A float with m bits of mantissa is off by up to 2 ** -(m + 1) of its value: m is 7 for bfloat16
-    and 3 for float8 e4m3fn. An int8 takes 127 steps to reach the largest value, an int4 takes 7,
-    and rounding misses by up to half a step. Sources: Micikevicius et al., "FP8 Formats for Deep
-    Learning", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022 (arXiv:2208.07339).
+    With 7 bits of mantissa, bfloat16 is off by up to 2 ** -8 of its value. The scale of a float8
+    e4m3fn makes the largest value 448, where neighbours are 32 apart. An int8 takes 127 steps to
+    reach it, an int4 takes 7. Rounding misses by up to half a step. Sources: Micikevicius et al.,
+    "FP8 Formats", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022 (arXiv:2208.07339).
     """
-    exact = {"fp32": 0.0, "two_tensor": 0.0}
-    return (exact | {"bf16": 2**-8, "float8": 2**-4, "int8": 0.5 / 127, "int4": 0.5 / 7})[extension]
+    floats = {"fp32": 0.0, "two_tensor": 0.0, "bf16": 2**-8, "float8": 16 / 448}
+    return (floats | {"int8": 0.5 / 127, "int4": 0.5 / 7})[extension]
 
 
 def tile_layers(dim: int) -> list[LinearLayer]:

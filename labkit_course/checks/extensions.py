@@ -20,13 +20,13 @@ SIZES_TEXT = "2 and 3"
 # Of what is calculated once more, in the same order.
 TOLERANCES: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-8}
 REFILL_HINT = "autograd has saved this parameter: fill it with refill"
+ROWS_HINT = "does `out` have as many rows as what is copied into it? refill leaves the padding out"
 # What to do about an error of torch, by a part of its message.
 ERROR_HINTS = {
     "modified by an inplace operation": REFILL_HINT,
     "Please clone()": REFILL_HINT,
-    "must match the size of tensor": (
-        "does `out` have as many rows as what is copied into it? refill leaves the padding out"
-    ),
+    "must match the size of tensor": ROWS_HINT,
+    "must match the existing size": ROWS_HINT,
     "cannot be 0 to view": "what is sent needs a first dimension: send scale.reshape(1)",
     "Invalid scalar type": (
         "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale"
@@ -61,9 +61,9 @@ def both_hooks(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def lean_decode(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: a post-all-gather hook for int8 with tensors of at most 1 byte a number."""
-    passed = ", in float32 and bfloat16: right losses, nothing left, and beside the parameter no"
-    passed += " tensors of more than 1 byte a number"
+    """Exercise 3: a post-all-gather hook for int8 that allocates at most 1 byte a number."""
+    passed = ", in float32 and bfloat16: right losses, nothing left, and beside the parameter at"
+    passed += " most 1 byte a number, also inside operators"
     return judge_hook(answer, "lean", passed)
 
 
@@ -87,13 +87,10 @@ def judge_hook(hook: Callable[..., Any], what: str, passed: str) -> Verdict:
             hint = "FSDP2 has gathered all that the hook needs: call no collective in it."
             expect_traffic(found["sent"], found["right_sent"], said, hint)
             own = found.get("own", 0.0)
-            seen = (
-                f"in {dtype}, all is right, but the hook holds {own:.1f} bytes a number of its own"
-            )
-            hint = "Which operations make a tensor as large as the parameter? Write into `out`."
-            judge.expect(
-                own <= 1, f"{seen}, beside the gathered tensors and the parameter", 1, hint
-            )
+            seen = f"in {dtype}, all is right, but the hook holds {own:.1f} bytes a number"
+            seen += " of its own, beside the gathered tensors and the parameter"
+            hint = "Which operation copies all rows, as its result or inside it?"
+            judge.expect(own <= 1, seen, "at most 1", hint)
 
     _on_ranks(hook, judge=judge_rank, what=what)
     return judge.passing_verdict(f"trained on {SIZES_TEXT} ranks{passed}")

@@ -1,6 +1,6 @@
 """Train a small FSDP2 model with a learner's all-gather functions."""
 
-import weakref
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 from labkit import tensors
 from labkit.models.protocol import random_normal
 from labkit.session.counted_group import GroupTraffic
+from labkit.session.timeline import silence_stderr
 from labkit.tensors import Extension, TwoTensor, pad_rows
 from labkit.torch_private import (
     TorchDispatchMode,
-    tree_leaves,
     unsafe_preserve_version_counter,
 )
 from labkit_course.checks.judge import WrongAnswer, answer_name, error_text, expect
@@ -29,6 +30,8 @@ STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
 HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
+# What a hook for int8 decodes while its own memory is counted: a few rows weigh little.
+LEAN_SHAPE = (256, 64)
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
 # What hooks send of a shard's halves a and b, if every rank has to send this many rows: the right
 # one, and some with a mistake.
@@ -101,55 +104,42 @@ def run_both(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str,
 
 
 def run_lean(mesh: DeviceMesh, dtype: torch.dtype, hook: Hook) -> dict[str, Any]:
-    """As ``run_both``, for a post-all-gather hook; also the most bytes a number of its own."""
-    most = [0.0]
-
-    def watched(gathered: Sequence[Tensor], note: None, dtype: torch.dtype, **given: Any) -> Any:
-        with HeldBytes([*gathered, *given.values()]) as held:
-            answer = hook(gathered, note, dtype, **given)
-        parameter = answer[0] if isinstance(answer, tuple) and answer else None
-        made = parameter.nbytes if isinstance(parameter, Tensor) else 0
-        most.append((held.peak - made) / gathered[0].numel())
-        return answer
+    """As ``run_both``, for a post-all-gather hook; also the most bytes a number of its ``own``."""
 
     def add_lean_hooks(shard: Any, rows: int, encode: Hook, decode: Hook) -> None:
         tensors.add_codec_hooks(shard, rows, encode, decode)
-        shard.fsdp_post_all_gather = watched
+        shard.fsdp_post_all_gather = hook
 
-    return run_both(mesh, dtype, add_lean_hooks) | {"own": max(most)}
+    found = run_both(mesh, dtype, add_lean_hooks)
+    return found | {"own": own_bytes(hook, dtype)}
 
 
-class HeldBytes(TorchDispatchMode):
-    """Counts the bytes of new tensors that exist at once, beside those that are given."""
+def own_bytes(hook: Hook, dtype: torch.dtype) -> float:
+    """Return the bytes a number that a hook for int8 allocates at most, without the parameter."""
+    rows, columns = LEAN_SHAPE
+    gathered = torch.ones(LEAN_SHAPE, dtype=torch.int8), torch.ones(rows, 1)
+    # The last rank's shard is shorter, as FSDP cuts the padding off.
+    out = torch.empty(rows - 1, columns, dtype=dtype)
+    peaks = []
+    for given in ({}, {"out": out}):
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with silence_stderr():
+            profiler.start()
+        answer = hook(gathered, None, dtype, **given)
+        with silence_stderr():
+            profiler.stop()
+        made = 0 if given else answer[0].nbytes
+        peaks.append((peak_allocated(profiler) - made) / gathered[0].numel())
+    return max(peaks)
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in given}
-        self.held = self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.note(each.untyped_storage())
-        return result
-
-    def note(self, storage: Any) -> None:
-        """Count memory that was not seen before, until it is freed."""
-        address, size = storage._cdata, storage.nbytes()
-        if address in self.known:
-            return
-        self.known.add(address)
-        self.held += size
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self.forget, address, size)
-
-    def forget(self, address: int, size: int) -> None:
-        """Take freed memory off."""
-        self.known.discard(address)
-        self.held -= size
+def peak_allocated(profiler: profile) -> int:
+    """Return the most bytes that a profiled part has allocated at once, also inside operators."""
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
+    memory = [each for each in events if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(memory, key=lambda each: each.start_ns())]
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def train_with_hooks(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str, Any]:
