@@ -7,7 +7,8 @@ from typing import Any
 
 SIGTERM_STATUS = -15
 ABORT_STATUS = -6
-ECHOES = ("Connection closed by peer", "Read error")
+# A rank that timed out waited for another one, so this is no error of its own either.
+ECHOES = ("Connection closed by peer", "Read error", "Timed out")
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int | None:

@@ -19,15 +19,19 @@ from labkit_course.checks.judge import (
     value_text,
 )
 from labkit_course.checks.mystery import judge_diagnosis
+from labkit_course.checks.on_ranks import judge_on_ranks
+from labkit_course.checks.ranks import failures as ranks_failures
 
 # The mystery runs of exercise 4.
 SEEDS = (17, 45, 23)
 LOST, READ = "RuntimeError: Connection closed by peer", "RuntimeError: Read error"
+LATE = "RuntimeError: Timed out waiting 1000ms for recv operation to complete"
 # How each rank of a run ended: exit status, time, error. torchrun ends ranks with signal 15.
 ENDED_RUNS = {
     "one that raised": [(1, 5.4, LOST), (-15, 5.6, ""), (1, 5.1, "ValueError"), (-15, 5.6, "")],
     "one that was killed": [(1, 7.2, READ), (-9, 7.3, ""), (1, 7.25, LOST), (-15, 7.4, "")],
     "one that was aborted": [(-15, 6.2, READ), (1, 6.1, LOST), (-6, 6.0, ""), (1, 6.1, READ)],
+    "one that came late": [(1, 8.0, LATE), (1, 8.1, LATE), (-15, 8.3, ""), (1, 8.0, LOST)],
     "two that raised": [(1, 9.4, "KeyError"), (-15, 9.6, ""), (0, 8.0, ""), (1, 9.1, "ValueError")],
 }
 CALLS = {"s": ("all_reduce", (8, 8)), "m": ("all_reduce", (8,)), "b": ("broadcast", (8,))}
@@ -36,7 +40,7 @@ CALLS = {"s": ("all_reduce", (8, 8)), "m": ("all_reduce", (8,)), "b": ("broadcas
 @exercise
 def culprit(answer: Callable[..., int]) -> Verdict:
     """Exercise 1: the rank that failed first by itself, or None, from how each rank ended."""
-    hint = "Leave out who ended well, was ended by torchrun or by an abort, or lost a connection."
+    hint = "Leave out who ended well, was ended or aborted, lost a connection, or timed out."
     for name, rows in ENDED_RUNS.items():
         ends: list[dict[str, Any]] = [
             {"rank": rank, "status": status, "time": time, "error": error}
@@ -58,6 +62,8 @@ def _excuse_text(end: dict[str, Any]) -> str:
     # A lost connection is the echo of another rank's failure.
     if end["error"] in (LOST, READ):
         return "which only lost a connection"
+    if end["error"] == LATE:
+        return "which only waited for another rank until it timed out"
     if end["status"] == -15:
         return "which torchrun ended"
     if end["status"] == -6:
@@ -190,3 +196,36 @@ def diagnoses(answer: Callable[..., Any]) -> Verdict:
         if not verdict.ok:
             raise WrongAnswer(verdict.detail, expected=verdict.expected, hint=verdict.hint)
     return passing_verdict(f"{len(SEEDS)} mysteries solved: rank, cause and proof of each")
+
+
+@exercise
+def odd_ranks(answer: Callable[..., list[int]]) -> Verdict:
+    """Exercise 5: the ranks whose weights are not those of most ranks, on every rank."""
+    few = "Send something short, such as a hash of the bytes, not the weights themselves."
+
+    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
+        for name, found in output["found"].items():
+            right = ranks_failures.odd_ones(name, ranks)
+            expect(found == right, f"of {name} it gave {value_text(found)}", right, HINTS[name])
+        sent, weights = output["sent"], output["weights"]
+        said = f"the ranks are right, but {sent:,} bytes were sent for {weights:,} of weights"
+        expect(sent < weights, said, "less than the weights have", few)
+
+    outputs = judge_on_ranks(
+        "failures",
+        answer,
+        judge=judge_rank,
+        sizes=(3, 4),
+        timeout_s=30,
+        waiting="does every rank call the same collectives?",
+    )
+    return passing_verdict(f"{len(outputs[0]['found'])} sets of weights agree, on 3 and 4 ranks")
+
+
+HINTS = {
+    "equal weights": "Return an empty list if all are equal.",
+    "other weights on the last rank": "Return the same list on every rank.",
+    "other weights on rank 0": "Name the few, not those that differ from rank 0.",
+    "two weights of rank 1 in each other's place": "A sum does not see this; what does?",
+    "one last bit on rank 1": "Compare bits: what rounds, or has a tolerance, loses this one.",
+}

@@ -59,11 +59,19 @@ class Mystery:
     """One run with a hidden fault; the same seed gives the same fault."""
 
     most_tools = MOST_TOOLS
+    healthy: "HealthyRun | None" = None
 
-    def __init__(self, seed: int) -> None:
-        """Run it on real ranks, which takes a few seconds."""
+    def __init__(self, seed: int, *, beside: bool = False) -> None:
+        """Run it on real ranks, which takes a few seconds.
+
+        Args:
+            seed: which mystery.
+            beside: run the same data without a fault as well, so that each tool shows both.
+        """
         self.seed, self.asked = seed, list[str]()
         self._seen = run_with_fault(seed=seed)
+        if beside:
+            self.healthy = HealthyRun(seed)
 
     def __repr__(self) -> str:
         return f"Mystery {self.seed}. {self._seen.symptom}"
@@ -78,6 +86,8 @@ class Mystery:
             return
         self.asked = list(dict.fromkeys([*self.asked, tool]))
         print(self._seen.text(tool))
+        if self.healthy:
+            print(self.healthy.text_beside(tool, self._seen.table(tool)))
 
     def table(self, tool: str) -> pandas.DataFrame:
         """Return what a tool has shown, which costs nothing."""
@@ -144,9 +154,18 @@ class KnownFault(Mystery):
 class HealthyRun:
     """A run without a fault, and what every tool shows of it, in a fold."""
 
-    def __init__(self) -> None:
-        """Run it on real ranks, which takes a few seconds."""
-        self._seen = run_with_fault(cause=NO_FAULT)
+    def __init__(self, seed: int = 0) -> None:
+        """Run it on real ranks, which takes a few seconds, with the data of this mystery."""
+        self._seen = run_with_fault(cause=NO_FAULT, seed=seed)
+
+    def text_beside(self, tool: str, other: pandas.DataFrame) -> str:
+        """Return what a tool shows, for the record in the same rows as another run's table."""
+        table = self._seen.table(tool)
+        if tool == "record" and not other.empty:
+            table = self._seen.calls([int(row.split()[1]) for row in other.index])
+        if tool == "stacks":
+            return "healthy, same data: it ended, so no stacks were taken"
+        return f"healthy, same data:\n{table.to_string()}"
 
     def table(self, tool: str) -> pandas.DataFrame:
         """Return what a tool shows."""
@@ -318,6 +337,9 @@ class Findings:
         return f"{tool}: {TOOLS[tool]}\n{shown}"
 
     def _ends(self) -> pandas.DataFrame:
+        well = {"status": 0, "time": 0.0, "error": ""}
+        if not self.ends and all(self.found):
+            return ends_table([{"rank": index, **well} for index in range(RANKS)])
         # The ranks of a run that was stopped have nothing to say about its cause.
         return ends_table([] if self.hangs else self.ends)
 
@@ -335,7 +357,13 @@ class Findings:
         differ = [len({call.removesuffix(" …") for call in each}) > 1 for each in places]
         first = differ.index(True) if True in differ else len(places) - 1
         # One call before, and so many after that a swap is over.
-        shown = range(max(0, first - 1), min(len(places), first + 4))
+        return self.calls(range(max(0, first - 1), min(len(places), first + 4)))
+
+    def calls(self, shown: Sequence[int]) -> pandas.DataFrame:
+        """Return these of the ranks' all-reduces, as far as there are any."""
+        calls = [_read_calls(lines) for lines in self.lines["record"]]
+        places = list(zip_longest(*calls, fillvalue=NOTHING))
+        shown = [place for place in shown if place < len(places)]
         rows = {f"call {place}": dict(zip(COLUMNS, places[place], strict=True)) for place in shown}
         return pandas.DataFrame.from_dict(rows, orient="index")
 

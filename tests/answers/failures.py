@@ -20,6 +20,7 @@ for place in range({places}(map(len, logs))):
         return earliest, place, others
 return None
 """
+ECHOES = ("Connection closed by peer", "Read error", "Timed out")
 USUAL = "calls.count(call) < len(calls) / 2"
 BEFORE = "usual[earliest - 1]"
 GAPS = """
@@ -57,23 +58,24 @@ EXERCISES = [
         checks.culprit,
         {
             "in a run with one that was killed it blames rank 0, which only lost": ends(
-                statuses=(0, -15, -6), echoes=("Connection closed by peer",)
+                statuses=(0, -15, -6), echoes=("Connection closed by peer", "Timed out")
             ),
             "in a run with one that was aborted it blames rank 2, which was aborted": ends(
-                statuses=(0, -15), echoes=("Connection closed by peer", "Read error")
+                statuses=(0, -15), echoes=ECHOES
             ),
-            "in a run with one that was killed it blames no rank": ends(
-                statuses=(0, -15, -6, -9), echoes=("Connection closed by peer", "Read error")
-            ),
+            "in a run with one that was killed it blames no rank": ends(statuses=(0, -15, -6, -9), echoes=ECHOES),
             "in a run with one that raised it blames rank 0, which only lost": (
                 'return next(end["rank"] for end in ends if end["error"])'
             ),
             "in a run with one that raised it blames rank 1, which torchrun ended": (
                 'return min(ends, key=lambda end: end["status"])["rank"]'
             ),
+            "in a run with one that came late it blames rank 0, which only waited": ends(
+                statuses=(0, -15, -6), echoes=ECHOES[:2]
+            ),
             "in a run with two that raised it blames rank 0, which failed later": ends(
                 statuses=(0, -15, -6),
-                echoes=("closed by peer", "Read error"),
+                echoes=("closed by peer", *ECHOES[1:]),
                 answer='own[0]["rank"] if own else None',
             ),
         },
