@@ -25,7 +25,6 @@ import labkit
 from labkit import doctor, plots
 from labkit.config import require
 from labkit.models import photo
-from labkit.parallel.halo import swap_columns
 from labkit.theory import emulated_steps, sizes, spatial
 from labkit_course.checks import spatial as checks
 from labkit_course.checks import spatial_mutations as mutations
@@ -218,12 +217,12 @@ _ = plots.convnext_diagram(stages, HEIGHT, WIDTH)
 #
 # <details><summary>Hint 1</summary>
 #
-# Draw a row of pixels and the three at which a dilated kernel looks. How far from the centre is the last one?
+# Draw a row of pixels, and mark those at which a 3 × 3 kernel looks, with and without dilation.
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The steps from the centre to the last column are half of k − 1. How wide is a step?
+# Which columns of yours does the neighbour's outermost pixel need? Try k = 3 and k = 5 by hand first.
 #
 # </details>
 
@@ -291,6 +290,8 @@ forward_verdict = checks.halo_exchange(exchange_halo)
 forward_verdict
 
 # %%
+from labkit.parallel.halo import swap_columns  # the messages of exercise 2, to use again
+
 _ = plots.halo_diagram(photo.load_photo()[60:300] // 3 + 170, ranks=4, halo=12, backward=True)
 
 # %% [markdown]
@@ -303,8 +304,8 @@ _ = plots.halo_diagram(photo.load_photo()[60:300] // 3 + 170, ranks=4, halo=12, 
 # neighbours send you, and add that to the gradient of your own outer columns. Return the gradient of the strip, which
 # is `2 * halo` columns narrower than `grad`. At the border of the image nobody owns the outer columns.
 #
-# `swap_columns(to_left, to_right, rank, ranks)` sends one tensor to each neighbour, after making it contiguous. It
-# returns what they sent, `(from_left, from_right)`, with zeros at the border.
+# You need not write the messages of exercise 2 again: `swap_columns(to_left, to_right, rank, ranks)` is labkit's function
+# of them. It sends one tensor to each neighbour, after making it contiguous, and returns what they sent, `(from_left, from_right)`, with zeros at the border.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -349,13 +350,12 @@ backward_verdict
 #
 # <details><summary>Hint 1</summary>
 #
-# `backward` knows neither `halo` nor the rank, unless `forward` leaves them on `ctx`. It returns one gradient for each
-# argument of `apply`, and None for an argument that has no gradient.
+# Which of its arguments does `backward` need that it is not given? And which of the arguments of `apply` can have a gradient?
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `ctx` takes any attribute. Of the four arguments only the strip has a gradient. Write `@staticmethod` above each method.
+# `ctx` takes any attribute. `backward` returns a value for each argument of `apply`, None where none has a gradient.
 #
 # </details>
 
@@ -567,9 +567,10 @@ claim("8 of 36,864 bytes", predicted == {"send_count": 8, "send_bytes": 8 * 36_8
 # 1. the halos are swapped, left and right;
 # 2. the halo's gradients are not sent home;
 # 3. gradients are averaged instead of added up;
-# 4. the head's gradients are added up, too.
+# 4. gradients are not reduced at all: each rank keeps its own part.
 #
-# `labkit.check` fails for all three. Diagnose them by the gradients of the first step.
+# `labkit.check` fails for all three, and prints what differs most. It does not say why, so diagnose them by the gradients of
+# the first step.
 
 # %%
 ONE_STEP = PARITY | {"steps": 1}
@@ -578,6 +579,7 @@ right_check, *found = [
     labkit.check("convnext_spatial", **ONE_STEP, use=mutations.reporting(mistake)) for mistake in ({}, *uses.values())
 ]
 checked = dict(zip(uses, found, strict=True))
+print("\n".join(f"{name}: {each.verdict_text}" for name, each in checked.items()))
 ratios = mutations.gradient_ratios(checked, right_check)
 ratios.round(3)
 
@@ -620,8 +622,9 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # The last point is one more step, in which messages and memory are counted.
 #
 # In A all gradients are right back to the last halo exchange. Before it, a part of each never came home. In C the features are wrong
-# already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks. Adam divides
-# each gradient by its own size, so the factor drops out, but for Adam's small epsilon. With SGD it would not.
+# already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks, which is an
+# average: parts that nobody reduced would differ from rank to rank, as the bars of section 5 do. Adam divides the running
+# mean of a gradient by the running mean of its size, so a factor in both drops out, and the loss cannot show it.
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -704,6 +707,12 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # %% [markdown]
 # *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
 # little above a fair share.*
+#
+# These are the tensors that a block keeps, each the input of a layer, in units of the block's own input:
+#
+# |7 × 7|norm|1 × 1, C → 4C|GELU|1 × 1, 4C → C|layer scale|together|
+# |---|---|---|---|---|---|---|
+# |1|1|1|4|4|1|12|
 #
 # With two blocks, not 36, checkpointing saves 41 % of the activations, and 21 % of the peak, which now lies in the first
 # block. Its maps are twice as large, and so are the gradients on their way through it. Of the grey part 1.18 MB are the
@@ -791,6 +800,34 @@ claim("where each rank can have an image of its own, that is faster", rival < 0.
 #
 # The run has counted 16 sends and two all-reduces; the six messages of each ring are theory's. All 28 take 84 ms beside the
 # 600 / 4 = 150 of one image, and beside the 600 of four. So for one image strips pay up to (600 − 150) / 28 = 16 ms a message.
+#
+# **On real links.** Here is the same formula for section 1's large network on eight GPUs of lab 0's reference cluster, in
+# bfloat16: 400 · 10¹² operations a second, NVLink with 450 GB/s inside a host, and a card with 50 GB/s for each GPU between
+# eight hosts. We take 10 µs for the latency of a message, inside and between. Which of the four cases loses?
+
+
+# %%
+def strips_ms(size: int, bytes_per_s: float, n: int = 8, latency_s: float = 10e-6) -> tuple[float, float]:
+    maps = spatial.convnext_stages(size, size, **LARGE)
+    pixel_weights = sum(s.depth * (8 * s.channels**2 + 49 * s.channels) * s.height * s.width for s in maps)
+    one_s = 6 * pixel_weights / 400e12  # two operations a weight and pixel, in three passes
+    blocks, halo = sum(LARGE["depths"]), 2 * 3 * maps[0].height * maps[0].channels  # the same in each stage
+    halos_s = 4 * blocks * (latency_s + halo / bytes_per_s)
+    gradients = 2 * spatial.convnext_parameters(**LARGE, num_classes=1000)
+    rings_s = 2 * (n - 1) * (2 * latency_s + gradients / n / bytes_per_s)  # of the mean: hardly a byte
+    return 1e3 * one_s, 1e3 * (one_s / n + halos_s + rings_s)
+
+
+links = {"NVLink": 450e9, "network cards": 50e9}
+real_ms = {f"{size:,} pixels, {name}": strips_ms(size, speed) for size in (1024, 2048) for name, speed in links.items()}
+pandas.DataFrame.from_dict(real_ms, orient="index", columns=["one device, ms", "eight strips, ms"]).round(1)
+
+# %% tags=["claim"]
+won = [strips < one for one, strips in real_ms.values()]
+claim("the small image over network cards loses", won == [True, False, True, True])
+
+# %% [markdown]
+# The small image loses over network cards. There the gradients alone, 0.7 GB, take longer than one device needs for all.
 #
 # *Takeaway: cut images if one does not fit, or if a single image must be fast and the ranks are near. Otherwise give
 # each rank images of its own.*
