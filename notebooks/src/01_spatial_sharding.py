@@ -58,7 +58,6 @@ IMAGES = {"data": "photo", "batch": BATCH, "height": HEIGHT, "width": WIDTH}
 NETWORK = {"depths": DEPTHS, "dims": DIMS, "layer_scale_init_value": 1.0}
 SETUP = IMAGES | NETWORK | {"learning_rate": 1e-3, "steps": STEPS}
 stages = spatial.convnext_stages(HEIGHT, WIDTH, DEPTHS, DIMS)
-parameters = spatial.convnext_parameters(DEPTHS, DIMS, num_classes=10)
 
 # %% [markdown]
 # ## 1. Why cut an image? ({minutes} minutes)
@@ -619,8 +618,6 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # %% [markdown]
 # *Left: the loss falls in all four runs. Right: how far each loss is from the right run's.*
 #
-# The last point is one more step, in which messages and memory are counted.
-#
 # In A all gradients are right back to the last halo exchange. Before it, a part of each never came home. In C the features are wrong
 # already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks, which is an
 # average: parts that nobody reduced would differ from rank to rank, as the bars of section 5 do. Adam divides the running
@@ -638,7 +635,6 @@ claim("A is right from the last halo on", list(wrong["A"]) == [True] * 4 + [Fals
 claim("C is wrong in the head", wrong["C"]["head"], where=TOLD)
 claim("B has one part of each before the mean", (ratios["B"][:-1] * RANKS - 1).abs().max() < 1e-4)
 claim("and all of the head", not wrong["B"]["head"])
-claim("as many points as steps and one", len(yours_run.losses) == STEPS + 1)
 
 # %% [markdown]
 # *Takeaway: a falling loss proves nothing, so compare outputs and every gradient with one device.*
@@ -715,8 +711,7 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # |1|1|1|4|4|1|12|
 #
 # With two blocks, not 36, checkpointing saves 41 % of the activations, and 21 % of the peak, which now lies in the first
-# block. Its maps are twice as large, and so are the gradients on their way through it. Of the grey part 1.18 MB are the
-# images, and the rest grows from 2.4 to 4.7. Strips can checkpoint, too: a block that is computed again exchanges its
+# block. Its maps are twice as large, and so are the gradients on their way through it. Strips can checkpoint, too: a block that is computed again exchanges its
 # halo again.
 #
 # <details><summary>And what is outside blocks?</summary>
@@ -747,13 +742,13 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # Four real ranks train, and *wait* for these very times (`emulate=`). So what is measured is not them, but how often a real step
 # waits, and what your machine adds.
 #
-# Commit, for a rank in the middle: how many messages does a step have, and how many ms does it take on near
-# devices, for one image in strips and for four?
+# Commit: how many messages does a step have, for a rank in the middle? And how many ms does it take on near devices, for one
+# image in strips?
 
 # %% tags=["commit"]
-mine_steps = commit(messages=None, one_ms=None, four_ms=None)
+mine_steps = commit(messages=None, one_ms=None)
 ### BEGIN SOLUTION
-mine_steps = commit(messages=4 * 2 * 2 + 2 * 6, one_ms=600 / 4 + 28 * 3, four_ms=4 * 600 / 4 + 28 * 3)
+mine_steps = commit(messages=4 * 2 * 2 + 2 * 6, one_ms=600 / 4 + 28 * 3)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
@@ -777,29 +772,16 @@ _ = plots.latency_bars(emulated, predicted=expected_ms).set_xlabel("time of one 
 
 # %% tags=["nbval-ignore-output"]
 step_ms = {label: result.value("step_ms") for label, result in emulated.items()}
-in_strips = {"one_ms": "1 image, strips, near", "four_ms": "4 images, strips, near"}
-took = {name: step_ms[label] for name, label in in_strips.items()}
 near = emulated["1 image, strips, near"]
-took["messages"] = near.value("send_count") + 2 * (4 - 1) * near.value("all_reduce_count")  # halos, rings
-by_theory = {"messages": 4 * 2 * 2 + 2 * 6} | {name: expected_ms[label] for name, label in in_strips.items()}
-beside = {"yours": mine_steps, "theory": by_theory, "emulated": took}
-pandas.DataFrame(
-    {name: {row: prediction_text(each[row], ".0f") for row in mine_steps} for name, each in beside.items()}
-)
-
-# %% tags=["claim"]
-claim("16 sends, 2 all-reduces", (near.value("send_count"), near.value("all_reduce_count")) == (16, 2))
-claim("near devices: strips win", step_ms["1 image, strips, near"] < 0.9 * step_ms["1 image, one device"])
-claim("distant devices: strips lose", step_ms["1 image, strips, distant"] > 1.1 * step_ms["1 image, one device"])
-rival = step_ms["4 images, one for each rank"]
-claim("where each rank can have an image of its own, that is faster", rival < 0.95 * step_ms["4 images, strips, near"])
+messages = near.value("send_count") + 2 * (4 - 1) * near.value("all_reduce_count")  # halos, rings
+print(f"{messages:.0f} messages; you: {prediction_text(mine_steps['messages'])}")
+print(f"{near.value('step_ms'):.0f} ms; you: {prediction_text(mine_steps['one_ms'], '.0f')}")
 
 # %% [markdown]
 # *Emulated steps; dashed, theory. One image is faster in strips on near devices, and slower on distant ones. With an
 # image for each rank, data parallelism is faster: it sends no halos, and adds up no means.*
 #
-# The run has counted 16 sends and two all-reduces; the six messages of each ring are theory's. All 28 take 84 ms beside the
-# 600 / 4 = 150 of one image, and beside the 600 of four. So for one image strips pay up to (600 − 150) / 28 = 16 ms a message.
+# All 28 messages take 84 ms beside the 150 of one image. So one image pays up to (600 − 150) / 28 = 16 ms a message.
 #
 # **On real links.** Here is the same formula for section 1's large network on eight GPUs of lab 0's reference cluster, in
 # bfloat16: 400 · 10¹² operations a second, NVLink with 450 GB/s inside a host, and a card with 50 GB/s for each GPU between
@@ -823,6 +805,11 @@ real_ms = {f"{size:,} pixels, {name}": strips_ms(size, speed) for size in (1024,
 pandas.DataFrame.from_dict(real_ms, orient="index", columns=["one device, ms", "eight strips, ms"]).round(1)
 
 # %% tags=["claim"]
+claim("16 sends, 2 all-reduces", (near.value("send_count"), near.value("all_reduce_count")) == (16, 2))
+claim("near devices: strips win", step_ms["1 image, strips, near"] < 0.9 * step_ms["1 image, one device"])
+claim("distant devices: strips lose", step_ms["1 image, strips, distant"] > 1.1 * step_ms["1 image, one device"])
+rival = step_ms["4 images, one for each rank"]
+claim("where each rank can have an image of its own, that is faster", rival < 0.95 * step_ms["4 images, strips, near"])
 won = [strips < one for one, strips in real_ms.values()]
 claim("the small image over network cards loses", won == [True, False, True, True])
 
