@@ -29,6 +29,7 @@ from labkit.theory import emulated_steps, sizes, spatial
 from labkit_course.checks import spatial as checks
 from labkit_course.checks import spatial_mutations as mutations
 from labkit_course.checks.claims import claim, commit, prediction_text
+from labkit_course.strips_cost import strips_on_cluster_ms
 
 doctor.show(lab="1")
 
@@ -731,16 +732,9 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 #
 # > step = T / n + messages · (latency + bytes / bandwidth)
 #
-# |what|here|
-# |---|---|
-# |one device|600 ms for each image|
-# |network|4 blocks|
-# |all-reduces|2: of the mean, and of all gradients at once|
-# |messages of an all-reduce|2 (n − 1) a rank, around a ring|
-# |a message|3 ms between near devices, 20 ms between distant ones, whatever its size|
-#
-# Four real ranks train, and *wait* for these very times (`emulate=`). So what is measured is not them, but how often a real step
-# waits, and what your machine adds.
+# Four real ranks train 4 blocks, and *wait* (`emulate=`) as if one device took 600 ms an image, and any message 3 ms between
+# near devices and 20 ms between distant ones. Two all-reduces, of the mean and of all gradients, go around a ring. What is
+# measured is how often a real step waits, and what your machine adds.
 #
 # Commit: how many messages does a step have, for a rank in the middle? And how many ms does it take on near devices, for one
 # image in strips?
@@ -774,8 +768,8 @@ _ = plots.latency_bars(emulated, predicted=expected_ms).set_xlabel("time of one 
 step_ms = {label: result.value("step_ms") for label, result in emulated.items()}
 near = emulated["1 image, strips, near"]
 messages = near.value("send_count") + 2 * (4 - 1) * near.value("all_reduce_count")  # halos, rings
-print(f"{messages:.0f} messages; you: {prediction_text(mine_steps['messages'])}")
-print(f"{near.value('step_ms'):.0f} ms; you: {prediction_text(mine_steps['one_ms'], '.0f')}")
+you = [prediction_text(each, ".0f") for each in mine_steps.values()]
+print(f"{messages:.0f} messages; you: {you[0]}; {near.value('step_ms'):.0f} ms; you: {you[1]}")
 
 # %% [markdown]
 # *Emulated steps; dashed, theory. One image is faster in strips on near devices, and slower on distant ones. With an
@@ -789,19 +783,13 @@ print(f"{near.value('step_ms'):.0f} ms; you: {prediction_text(mine_steps['one_ms
 
 
 # %%
-def strips_ms(size: int, bytes_per_s: float, n: int = 8, latency_s: float = 10e-6) -> tuple[float, float]:
-    maps = spatial.convnext_stages(size, size, **LARGE)
-    pixel_weights = sum(s.depth * (8 * s.channels**2 + 49 * s.channels) * s.height * s.width for s in maps)
-    one_s = 6 * pixel_weights / 400e12  # two operations a weight and pixel, in three passes
-    blocks, halo = sum(LARGE["depths"]), 2 * 3 * maps[0].height * maps[0].channels  # the same in each stage
-    halos_s = 4 * blocks * (latency_s + halo / bytes_per_s)
-    gradients = 2 * spatial.convnext_parameters(**LARGE, num_classes=1000)
-    rings_s = 2 * (n - 1) * (2 * latency_s + gradients / n / bytes_per_s)  # of the mean: hardly a byte
-    return 1e3 * one_s, 1e3 * (one_s / n + halos_s + rings_s)
-
-
+# A step of one device takes 6 operations a weight and pixel; halos are equally large in each stage.
 links = {"NVLink": 450e9, "network cards": 50e9}
-real_ms = {f"{size:,} pixels, {name}": strips_ms(size, speed) for size in (1024, 2048) for name, speed in links.items()}
+real_ms = {
+    f"{size:,} pixels, {name}": strips_on_cluster_ms(size, speed, **LARGE)
+    for size in (1024, 2048)
+    for name, speed in links.items()
+}
 pandas.DataFrame.from_dict(real_ms, orient="index", columns=["one device, ms", "eight strips, ms"]).round(1)
 
 # %% tags=["claim"]
