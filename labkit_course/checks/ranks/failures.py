@@ -40,7 +40,7 @@ def odd_ones(name: str, ranks: int) -> list[int]:
 
 
 def run_answer(answer: Callable[..., Any]) -> dict[str, Any]:
-    """Return what the answer ``found`` in each case, the bytes ``sent`` in one, and those of ``weights``."""
+    """Return what was ``found`` in each case, bytes ``sent`` in the last, and of ``weights``."""
     index, ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for name, (_, change) in CHANGES.items():
