@@ -21,6 +21,7 @@ for place in range({places}(map(len, logs))):
 return None
 """
 ECHOES = ("Connection closed by peer", "Read error", "Timed out")
+HASH = "hashlib.sha256(whole).hexdigest()"
 USUAL = "calls.count(call) < len(calls) / 2"
 BEFORE = "usual[earliest - 1]"
 GAPS = """
@@ -168,6 +169,31 @@ return max(float((a.grad - b.grad).norm()) for a, b in zip(model.parameters(), a
 return {17: (3, "deadlock", "stacks: rank 3"), 45: (0, "other shape", "record: call 12")}
 """,
             "it gave (2, 'left out')": 'return 2, "left out"',
+        },
+    ),
+    Exercise(
+        "7.5",
+        "odd_ranks",
+        checks.odd_ranks,
+        {
+            "of two weights of rank 1 in each other's place it gave []": changed(
+                "07", "odd_ranks", (HASH, "float(sum(each.double().sum() for each in model.parameters()))")
+            ),
+            "of other weights on rank 0 it gave [1, 2]": changed(
+                "07", "odd_ranks", ("Counter(marks).most_common(1)[0][0]", "marks[0]")
+            ),
+            "the ranks are right, but": changed("07", "odd_ranks", (HASH, "whole")),
+            "of one last bit on rank 1 it gave []": changed(
+                "07",
+                "odd_ranks",
+                (HASH, "str([[f'{x:.3f}' for x in p.flatten().tolist()] for p in model.parameters()])"),
+            ),
+            "of equal weights it gave 'False'": """
+whole = torch.cat([each.detach().flatten() for each in model.parameters()])
+largest = whole.clone()
+dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+return not torch.equal(whole, largest)
+""",
         },
     ),
 ]

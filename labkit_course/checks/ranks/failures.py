@@ -45,10 +45,11 @@ def run_answer(answer: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (_, change) in CHANGES.items():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        last = nn.Linear(64, 64)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), last)
         with torch.no_grad():
             if index in odd_ones(name, ranks):
-                change(model[2].weight)
+                change(last.weight)
         with GroupTraffic() as traffic:
             gave = answer(model)
         is_list = isinstance(gave, list) and all(type(each) is int for each in gave)
