@@ -204,3 +204,19 @@ def test_the_log_of_an_aborted_rank_ends_with_the_sizes_that_gloo_compared(tmp_p
         mystery._keep_last_words(run / "rank_00000.log", found, index)
     logs = Findings(found, []).table("logs")["last lines"].tolist()
     assert logs[:2] == ["step 3: loss 1.000", "step 3: loss 1.000 / Received data size doesn't match: 144 vs 72 bytes"]
+
+
+def test_a_healthy_run_is_shown_beside_on_the_same_data_in_the_same_rows(capsys):
+    case = Mystery(23, beside=True)
+    case.ask("samples")
+    text, healthy = capsys.readouterr().out.split("healthy, same data:\n")
+    assert text.splitlines()[2].split()[:8] == healthy.splitlines()[1].split()[:8]
+    assert healthy.count("–") == RANKS and "–" not in text
+    case.ask("record")
+    text, healthy = capsys.readouterr().out.split("healthy, same data:\n")
+    assert "call 23" in text and healthy.split()[-1] == text.split()[-1]
+    assert set(case.healthy.table("ends")["status"]) == {0}
+    rows = KnownFault("left out", rank=1).table("record")
+    shown = case.healthy.text_beside("record", rows)
+    assert all(f"\n{row} " in shown for row in rows.index)
+    assert "no stacks" in case.healthy.text_beside("stacks", rows)
