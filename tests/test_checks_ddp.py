@@ -18,19 +18,6 @@ from labkit_course.checks import ddp_at_work as at_work
 DATA = Path(__file__).parent / "data"
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 OTHER_WAYS = {
-    "copied back": (
-        checks.average_buckets,
-        "def average(in_flight):",
-        """
-for _, _, handle in in_flight:
-    handle.wait()
-for bucket, row, _ in in_flight:
-    start = 0
-    for each in bucket:
-        each.grad.copy_(row[start : start + each.numel()].view_as(each) / dist.get_world_size())
-        start += each.numel()
-""",
-    ),
     "a set of what is there": (
         checks.send_full_buckets,
         "def send(buckets, finish):",

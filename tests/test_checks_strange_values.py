@@ -11,7 +11,7 @@ from labkit_course.checks import ddp, ddp_at_work, extensions_at_work, two_dim, 
 
 CHECKS = {
     extensions_at_work: ["new_two", "dispatch", "pre_all_gather", "halves"],
-    ddp: ["bucket_plan", "arrivals"],
+    ddp: ["bucket_plan", "arrivals", "diagnose"],
     ddp_at_work: ["early_uses", "smallest_bucket"],
     two_dim: ["parts", "message_share"],
     two_dim_at_work: ["collectives"],

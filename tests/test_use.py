@@ -321,8 +321,7 @@ def test_a_rule_fills_the_buckets_of_a_ddp():
 
 def test_the_learners_small_ddp_trains_the_deep_network_and_a_broken_one_fails_parity():
     deep = {"mode": "yours", "dim": 16, "layers": 100, "bucket_mb": 0.01}
-    names = ("bucket_plan", "average_buckets", "send_full_buckets")
-    plan, average, send = solved("04", *names).values()
+    plan, average, send = solved("04", "bucket_plan", "average_buckets", "send_full_buckets").values()
     forgetful = replace_source_line(average, "row /= dist.get_world_size()")
 
     def theirs(model, bucket_bytes, finish=average):

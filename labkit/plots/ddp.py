@@ -60,7 +60,7 @@ def step_time_by_bucket_size(
     ylabel: str = "backward pass, ms",
     sizes: Sequence[str] | None = None,
 ) -> list[Axes]:
-    """Draw the median step by size of bucket, one panel a run, with its prediction dashed.
+    """Draw the median step by size of bucket, one panel a run on one scale, its prediction dashed.
 
     The number of the fastest size is bold. The runs are those of ``step_ms_by_size``. ``sizes``
     names the sizes, which are otherwise in MiB.
@@ -81,6 +81,9 @@ def step_time_by_bucket_size(
         ax.set_xticks(range(len(times)), labels, fontsize=8)
         ax.set_xlabel("a bucket closes at" + ("" if sizes else ", MiB"))
         ax.margins(y=0.12)
+    top = max(ax.get_ylim()[1] for ax in panels)
+    for ax in panels:
+        ax.set_ylim(0, top)
     panels[0].set_ylabel(ylabel)
     handles = [*style.legend_patches({"measured": style.BLUE}), style.prediction_handle("formula")]
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "outside upper right"}

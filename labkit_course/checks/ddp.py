@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
+from labkit_course import bucket_lines
+from labkit_course.bucket_lines import BackwardLine
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise
 from labkit_course.checks.on_ranks import judge_on_ranks
@@ -80,29 +82,8 @@ def _expect_bucket_form(found: Any, asked: str, sizes: Sequence[int]) -> None:
 
 
 @exercise
-def average_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 2: wait for buckets, and leave the means in the gradients, on real ranks."""
-
-    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        own = [device_gradients([(rank, 0)]) for rank in range(ranks)]
-        hint = "handle.wait() first: until then the row has this rank's own gradients."
-        judge_gradients(sent["gradients"], own, index, own_hint=hint)
-        said = f"the gradients are right, but {sent['waits']} of {sent['buckets']} buckets were"
-        hint = "They had arrived by luck. Wait for the handle of each bucket."
-        judge.expect(sent["waits"] >= sent["buckets"], f"{said} waited for", hint=hint)
-        hint = "The all-reduces are on their way already."
-        expect_traffic(sent["sent"], {}, SENDS, hint)
-
-    hints = {
-        "assign a gradient of size": "Give each piece its own shape back: piece.view_as(parameter)."
-    }
-    on_ranks(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="average")
-    return judge.passing_verdict(f"the means of {SIZES_TEXT} ranks are in the gradients")
-
-
-@exercise
 def send_full_buckets(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 3: send each bucket once it is full, and finish at the end, on real ranks."""
+    """Exercise 2: send each bucket once it is full, and finish at the end, on real ranks."""
     sizes = [each.nbytes for each in ranks_ddp.parameters_in_order()]
     buckets = [sum(sizes[place] for place in bucket) for bucket in ranks_ddp.bucket_places()]
 
@@ -229,7 +210,7 @@ def device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
 
 @exercise
 def put_into_row(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: gradients in their bucket's row before it is sent, on real ranks."""
+    """Exercise 3: gradients in their bucket's row before it is sent, on real ranks."""
     into = "The row is what is sent: it has to hold this step's gradients."
     home = "Afterwards the means are in the row, so `grad` has to be its piece of the row."
 
@@ -262,7 +243,7 @@ def put_into_row(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def arrivals(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 5: when each bucket has arrived, from (buckets, sizes, ready, alpha, beta)."""
+    """Exercise 4: when each bucket has arrived, from (buckets, sizes, ready, alpha, beta)."""
     idle = "A bucket starts when it is full, if nothing else is on its way."
     busy = "A bucket starts when the one before has arrived, if that is later than it is full."
     order = "Buckets leave in order: one that is full early waits for a late one before it."
@@ -295,6 +276,49 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
         said = f"{asked}: the buckets arrive at {judge.value_text(given)},"
         judge.expect_close(given, right, said, likely, "which is wrong", right, hint)
     return judge.passing_verdict(f"{len(cases)} backward passes agree")
+
+
+@exercise
+def diagnose(answer: Callable[[], dict[str, tuple[int | None, float | None]]]) -> Verdict:
+    """Exercise 5: the late bucket of each time line, and the size of buckets that mends it."""
+    found, ends = judge.call_answer(answer), list[str]()
+    said = f"{judge.answer_name(answer)}() gave {judge.value_text(found)}"
+    form = f"a dict with a pair for each of {', '.join(bucket_lines.LINES)}"
+    hint = "A pair is a bucket's number or None, and a size in MiB or None."
+    with judge.expect_no_error(said, form, hint):
+        given = {name: _as_diagnosis(*found[name]) for name in bucket_lines.LINES}
+    for name, line in bucket_lines.LINES.items():
+        late, cap_mib = given[name]
+        said = f"{name}: {'no bucket' if late is None else f'bucket {late}'} is called late"
+        hint = "When is the wire idle although a gradient is ready? Which bucket leaves next?"
+        judge.expect(late == line.late_bucket, said, hint=hint)
+        ends.append(_judge_cap(name, line, cap_mib))
+    return judge.passing_verdict("; ".join(ends))
+
+
+def _as_diagnosis(late: Any, cap_mib: Any) -> tuple[int | None, float | None]:
+    """Return a bucket and a size as numbers; raise ValueError for a size that is none."""
+    cap = None if cap_mib is None else float(cap_mib)
+    if cap is not None and not cap > 0:
+        raise ValueError(f"{cap} MiB")
+    return None if late is None else int(late), cap
+
+
+def _judge_cap(name: str, line: BackwardLine, cap_mib: float | None) -> str:
+    """Expect a size that ends close to the best, or None where none gains; return what it does."""
+    drawn_ms, best_ms = line.end_ms(), line.best_ms()
+    can_gain = drawn_ms > bucket_lines.NEAR * best_ms
+    if cap_mib is None:
+        said = f"{name}: no size is named, but one ends the pass after {best_ms:.0f} ms"
+        judge.expect(not can_gain, said, hint="Try some in your bucket_plan and arrivals.")
+        return f"{name} needs another order"
+    said = f"{name}: with {cap_mib:g} MiB the pass ends after {line.end_ms(cap_mib):.0f} ms"
+    hint = "What leaves before the pass is over, and what takes the time then: alpha or bytes?"
+    judge.expect(can_gain, f"{said}, {drawn_ms:.0f} as drawn", "no size that gains 2 %", hint)
+    hint = "The last message should be short, and the ones before it keep up with the layers."
+    is_near = line.end_ms(cap_mib) <= bucket_lines.NEAR * best_ms
+    judge.expect(is_near, said, f"at most 2 % more than {best_ms:.0f} ms", hint)
+    return f"{name} ends after {line.end_ms(cap_mib):.0f} ms instead of {drawn_ms:.0f}"
 
 
 @exercise

@@ -64,38 +64,6 @@ EXERCISES = [
     ),
     Exercise(
         "4.2",
-        "average_buckets",
-        checks.average_buckets,
-        {
-            FIRST + "the gradient of parameter 0 is the sum over the ranks": changed(
-                "average_buckets", ("row /= dist.get_world_size()", "pass")
-            ),
-            FIRST + "the gradient of parameter 0 is this rank's own, divided": changed(
-                "average_buckets",
-                ("handle.wait()", "pass"),
-                ("row /= dist.get_world_size()", "row = row / dist.get_world_size()"),
-            ),
-            f"{THREE}the gradient of parameter 0 is the sum, divided by 2": changed(
-                "average_buckets", ("row /= dist.get_world_size()", "row /= 2")
-            ),
-            "Give each piece its own shape back: piece.view_as(parameter).": changed(
-                "average_buckets", (".view_as(parameter)", "")
-            ),
-            FIRST + "the gradients are right, but the rank sends 3 broadcast calls with 692 bytes": changed(
-                "average_buckets",
-                ("row /= dist.get_world_size()", "row /= dist.get_world_size()\n    dist.broadcast(row, 0)"),
-            ),
-            FIRST + "the gradients are right, but 1 of 3 buckets were waited for": changed(
-                "average_buckets",
-                (
-                    "for bucket, row, handle in in_flight:\n    handle.wait()",
-                    "in_flight[-1][2].wait()\n__import__('time').sleep(0.3)\nfor bucket, row, handle in in_flight:",
-                ),
-            ),
-        },
-    ),
-    Exercise(
-        "4.3",
         "send_full_buckets",
         checks.send_full_buckets,
         {
@@ -156,7 +124,7 @@ EXERCISES = [
         },
     ),
     Exercise(
-        "4.4",
+        "4.3",
         "put_into_row",
         checks.put_into_row,
         {
@@ -182,7 +150,7 @@ EXERCISES = [
         },
     ),
     Exercise(
-        "4.5",
+        "4.4",
         "arrivals",
         checks.arrivals,
         {
@@ -203,6 +171,22 @@ EXERCISES = [
                 "arrivals", ("start = max(full, end)", "start = end or full")
             ),
             ARRIVALS + ALONE: changed("arrivals", ("start = max(full, end)", "start = full")),
+        },
+    ),
+    Exercise(
+        "4.5",
+        "diagnose",
+        checks.diagnose,
+        {
+            "A: bucket 0 is called late": changed("diagnose", ("(1, 4)", "(0, 4)")),
+            "A: with 24 MiB the pass ends after 178 ms": changed("diagnose", ("(1, 4)", "(1, 24)")),
+            "B: bucket 15 is called late": changed("diagnose", ("(None, 1)", "(15, 1)")),
+            "B: with 0.25 MiB the pass ends after 234 ms": changed("diagnose", ("(None, 1)", "(None, 0.25)")),
+            "B: no size is named, but one ends": changed("diagnose", ("(None, 1)", "(None, None)")),
+            "C: bucket 3 is called late": changed("diagnose", ("(0, None)", "(3, None)")),
+            "C: with 16 MiB the pass ends after 241 ms, 244 as drawn": changed("diagnose", ("(0, None)", "(0, 16)")),
+            "diagnose() gave {'A': (1, 4), 'B': (None, 1), 'C': None}": changed("diagnose", ("(0, None)", "None")),
+            "diagnose() gave {'A': (1, 0)": changed("diagnose", ("(1, 4)", "(1, 0)")),
         },
     ),
     Exercise(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.buckets import assign_buckets
-from labkit.parallel.small_ddp import InFlight, average_buckets
+from labkit.parallel.small_ddp import average_buckets
 from labkit.session import counted_group
 from labkit.session.counted_group import GroupCall, GroupTraffic
 from labkit_course.checks.judge import WrongAnswer
@@ -29,13 +29,11 @@ DELAY_S = 0.05
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Return results of ``run_average``, ``run_send``, ``run_row`` for "average", "send", "row".
+    """Return results of ``run_send`` and ``run_row`` for "send" and "row".
 
     For "accumulate" and "half_hook" return ``gradients``; calls and bytes ``sent``, by collective,
     and their ``dtypes``; ``gave``, the dtypes of what a hook's futures hold; and its ``waits``.
     """
-    if what == "average":
-        return run_average(answer)
     if what == "send":
         return run_send(answer)
     if what == "row":
@@ -106,31 +104,6 @@ def callback_error(error: Exception) -> str:
     """Return what a future's function raised, without PyTorch's frame of words around it."""
     text = str(error).rpartition("running the callback: ")[2]
     return text.partition("\n\nAt:")[0].strip()
-
-
-def run_average(answer: Callable[[InFlight], Any]) -> dict[str, Any]:
-    """Let the answer finish buckets that are on their way.
-
-    Returns ``gradients``, how many ``buckets`` there were, how many ``waits`` they got, and what
-    else was ``sent``.
-    """
-    model, waits = make_linear_model(), list[int]()
-    mean_squared_error(model, *step_batch(dist.get_rank(), 0)).backward()
-    parameters, in_flight = parameters_in_order(model), InFlight()
-    time.sleep(DELAY_S if dist.get_rank() == 1 else 0)
-    for places in bucket_places():
-        bucket = [parameters[place] for place in places]
-        row = torch.cat([each.grad.flatten() for each in bucket if each.grad is not None])
-        handle = dist.all_reduce(row, async_op=True)
-        assert handle is not None
-        in_flight.append((bucket, row, handle))
-    with GroupTraffic() as traffic, note_waits(lambda: waits.append(1)):
-        answer([*in_flight])
-    found = {"gradients": clone_gradients(model), "buckets": len(in_flight), "waits": len(waits)}
-    # What the answer has not waited for still needs this rank.
-    for _, _, handle in in_flight:
-        handle.wait()
-    return found | {"sent": traffic.totals()}
 
 
 def run_send(answer: Callable[..., Any]) -> dict[str, Any]:
