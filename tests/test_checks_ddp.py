@@ -12,6 +12,7 @@ from test_exercises import source_of
 from labkit import inductor
 from labkit.theory import ddp as theory
 from labkit.theory import emulated_steps
+from labkit_course import bucket_lines
 from labkit_course.checks import ddp as checks
 from labkit_course.checks import ddp_at_work as at_work
 
@@ -226,3 +227,22 @@ def test_a_buffer_that_never_lands_is_told_about_its_wait():
         return found
 
     assert "after its wait" in at_work.early_uses(never_lands).hint
+
+
+def test_the_time_lines_of_lab_4_have_three_faults(solved):
+    plan, arrivals = map(solved, ("bucket_plan", "arrivals"))
+    lines = bucket_lines.LINES
+    assert [(line.end_ms(), line.late_bucket) for line in lines.values()] == [(198, 1), (234, None), (244, 0)]
+    assert [line.best_ms() for line in lines.values()] == [174, 176, 241], "only the third gains nothing by a size"
+    for line in lines.values():
+        sizes, ready = [line.layer_mib] * line.layers, [line.ready_ms(layer) for layer in line.order]
+        for size in (line.layer_mib, 3 * line.layer_mib):
+            ends = arrivals(plan(sizes, size), sizes, ready, line.alpha_ms, line.beta_ms)
+            assert ends[-1] == line.end_ms(size), "the learner's own functions answer the exercise"
+
+
+def test_as_one_graph_all_messages_of_lab_4_follow_the_backward_pass():
+    chain = {"dim": 600, "layers": 6}
+    wire = emulated_steps.ddp_hardware(3, alpha_ms=15, bytes_ms=60, forward_ms=60, backward_ms=180, **chain)
+    found = bucket_lines.compiled_steps_ms(wire, 3, bucket_mb=1.0, **chain)
+    assert [round(each) for each in found.values()] == [265, 280, 405, 315]

@@ -882,6 +882,7 @@ counts = [result.value("all_reduce_count") for result in (cut, whole)]
 claim("seven messages, cut or whole", in_log == counts == [7, 7])
 claim("a graph for each bucket, or one", (cut.value("graphs"), whole.value("graphs")) == (6, 1))
 claim("one bucket, one message", one_bucket.value("all_reduce_count") == 1)
+claim("one bucket gains, cuts gain more", found["cut_ms"] < found["one_bucket_ms"] < found["whole_ms"])
 claim("265 ms, and 15 more when cut", [round(each) for each in formula.values()] == [265, 280, 405, 315])
 exposed = [result.value("exposed_communication") / result.value("communication") for result in (cut, whole)]
 claim(
