@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -96,8 +97,8 @@ def draw(caps_mib: Mapping[str, float | None] | None = None, *, ax: Axes | None 
         "all_reduce": style.COLLECTIVE_COLOURS["all_reduce"],
         "exposed": style.EXPOSURE_COLOUR,
     }
-    look = {"edgecolor": "white", "linewidth": 0.4}
-    labels, ends = {}, list[float]()
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
+    labels, ends = dict[float, str](), list[float]()
     for row, (name, line) in enumerate(LINES.items()):
         top, cap_mib = 2.4 * row, (caps_mib or {}).get(name)
         layer_ms = line.backward_ms / line.layers
@@ -134,7 +135,7 @@ def compiled_steps_ms(
 
     As one graph, all messages follow the backward pass. ``one_bucket_ms`` is that with one message.
     """
-    chain = {"dim": dim, "layers": layers}
+    chain: dict[str, Any] = {"dim": dim, "layers": layers}
 
     def eager_ms(size_mb: float, way: ddp.CompileMode) -> float:
         step_s = emulated_steps.ddp_step_s(hardware, ranks, bucket_mb=size_mb, way=way, **chain)
