@@ -6,7 +6,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from labkit.parallel.buckets import assign_buckets
 from labkit.plots import style
 from labkit.theory import ddp, emulated_steps
 from labkit.theory.emulated import Emulated
@@ -35,11 +34,9 @@ class BackwardLine:
 
     def buckets(self, cap_mib: float | None = None) -> list[list[int]]:
         """Return the layers in each bucket, as drawn, or with another size for all buckets."""
-        if cap_mib is None:
-            sizes = [round(self.layer_mib * ddp.MIB)] * self.layers
-            places = ddp.bucket_plan(sizes, self.cap_mib, self.first_mib)
-        else:
-            places = assign_buckets([self.layer_mib] * self.layers, cap_mib)
+        sizes = [round(self.layer_mib * ddp.MIB)] * self.layers
+        given = (self.cap_mib, self.first_mib) if cap_mib is None else (cap_mib, cap_mib)
+        places = ddp.bucket_plan(sizes, *given)
         return [[self.order[place] for place in bucket] for bucket in places]
 
     def ready_ms(self, layer: int) -> float:
