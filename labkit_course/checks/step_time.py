@@ -1,11 +1,15 @@
 """Checks of lab 6b, how long?"""
 
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import pandas
+
+from labkit.runs.result import RunResult
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise, expect
 from labkit_simulate.estimate import COMPUTE_ERROR, LINK_ERROR, RankStepEstimate
@@ -15,13 +19,15 @@ from labkit_simulate.theory.step_time import StepTime
 from labkit_simulate.theory.transformer import LLAMA_2_7B
 
 LAB = "step_time"
-# The task of exercise 3: a million steps of so many sequences, whatever the number of GPUs, on four
-# networks, each with its latency in µs and the job's share of a card.
-STEPS, SEQUENCES, SEQUENCE = 1_000_000, 1024, 2048
-GPUS, GROUPS, DEADLINE_DAYS = (256, 512, 1024), (32, None), 8
-NETWORKS = [(us, part) for us in (14, 434) for part in (1.0, 0.9)]
+# The task of exercise 3: a million steps of so many sequences, whatever the number of GPUs.
+STEPS, SEQUENCES, SEQUENCE = 1_000_000, 1536, 2048
+DOLLARS = {384: 3.0, 512: 2.5, 768: 2.0, 1536: 1.2}
+"""Price of a GPU-hour by the number of GPUs."""
+GROUPS, DEADLINE_DAYS = (16, None), 18
+NETWORKS = {"quick": (14, 1.0), "slow": (434, 1 / 8)}
+"""Latency in µs, and the share of a network card that a GPU has."""
 Plans = Mapping[str, Mapping[str, Any]]
-"""Plans by name; ``gpus`` is a number, ``days`` are the least and the most by network."""
+"""Plans by name: ``days`` are the least and the most by network, ``bills`` are dollars."""
 
 
 @exercise
@@ -83,77 +89,121 @@ class Question:
     hint: str = ""
 
 
-def _plan(gpus: int, quick: tuple[float, float], slow: tuple[float, float]) -> dict[str, Any]:
-    return {"gpus": gpus, "days": {"quick": quick, "slow": slow}}
+def _plan(days: Sequence[tuple[float, float]], bills: Sequence[float]) -> dict[str, Any]:
+    names = ("quick", "middle", "slow") if len(bills) == 3 else ("quick", "slow")
+    return {
+        "days": dict(zip(names, days, strict=True)),
+        "bills": dict(zip(names, bills, strict=True)),
+    }
 
 
 QUESTIONS = [
     Question(
-        {"sure": _plan(512, (5, 6), (6, 7)), "cheap": _plan(256, (5, 7), (9, 12))},
+        {"sure": _plan([(5, 6), (6, 7)], [68, 80]), "cheap": _plan([(5, 7), (9, 12)], [37, 65])},
         8,
         "sure",
         "it rents the plan that is late for certain on the slow network",
         "A plan has to be over in time on every network.",
     ),
     Question(
-        {"sure": _plan(512, (5, 6), (5, 6.5)), "cheap": _plan(256, (6, 7.5), (6, 9))},
+        {"sure": _plan([(5, 6), (5, 6.5)], [68, 71]), "cheap": _plan([(6, 7), (6, 9)], [40, 46])},
         8,
         "sure",
         "it rents a plan that may take 9 days on the slow network, and there are 8",
         "A promise is about the most that a plan may take, not about the middle of its range.",
     ),
     Question(
-        {"some": _plan(512, (5, 9), (6, 12)), "more": _plan(1024, (4, 5), (7, 9))},
+        {"some": _plan([(5, 9), (6, 12)], [86, 111]), "more": _plan([(4, 5), (7, 9)], [110, 197])},
         8,
         None,
         "no plan is sure to be over in 8 days, and it rents one",
         "They want to hear it if nobody can promise the date: return None.",
     ),
     Question(
-        {"many": _plan(1024, (2, 3), (2.5, 3.5)), "few": _plan(256, (5, 6), (6, 7))},
+        {"many": _plan([(2, 3), (2, 4)], [61, 74]), "few": _plan([(5, 6), (6, 7)], [34, 40])},
         8,
         "few",
-        "it rents 1024 GPUs, which cost more on every network than the 256 that are in time, too",
-        "Once it is in time, nobody pays for being early. A bill counts GPUs times hours.",
+        "it rents the plan that is over first, which costs more on every network",
+        "Once it is in time, nobody pays for being early.",
     ),
     Question(
-        {"steady": _plan(512, (6, 7), (6.5, 7.2)), "wide": _plan(512, (4, 6.5), (5, 6.9))},
+        {"steady": _plan([(6, 7), (6, 7)], [80, 84]), "wide": _plan([(4, 7), (5, 7.5)], [65, 73])},
         8,
         "wide",
         "it rents the plan with the narrow range, which costs more on every network",
-        "Ranges that overlap are no reason: compare two plans on the same network.",
+        "Ranges that overlap are no reason: compare two bills on the same network.",
     ),
     Question(
-        {"gamble": _plan(512, (2.0, 2.2), (6, 7.5)), "even": _plan(512, (2.1, 2.3), (3, 3.5))},
+        {"gamble": _plan([(2, 3), (6, 7)], [26, 83]), "even": _plan([(2, 3), (3, 4)], [27, 40])},
         8,
         "even",
-        "it saves 5 % if the network is quick, and pays twice as much if it is slow",
+        "it saves 1 if the network is quick, and pays 43 more if it is slow",
         "Nobody said that the network is quick. What does a plan cost where it is worst?",
     ),
 ]
-KINDS = {
-    "largest": (
-        _plan(100, (2.7, 3.3), (4.5, 5.5)),
-        "keeps the largest bill low, and may pay three times as much as needed on a quick network",
-    ),
-    "equal": (
-        _plan(100, (1.215, 1.485), (5.0, 6.1)),
-        "adds up the networks, as if each were as likely: say where you have the odds from",
-    ),
-    "near": (
-        _plan(100, (0.9, 1.1), (5.4, 6.6)),
-        "stays near the cheapest plan of each network, also where another's largest bill is lower",
-    ),
+Bills = Sequence[float]
+
+
+def _regret(mine: Bills, every: Sequence[Bills]) -> float:
+    return max(
+        bill - min(column) for bill, column in zip(mine, zip(*every, strict=True), strict=True)
+    )
+
+
+def _relative_regret(mine: Bills, every: Sequence[Bills]) -> float:
+    return max(
+        bill / min(column) for bill, column in zip(mine, zip(*every, strict=True), strict=True)
+    )
+
+
+RULES: Mapping[str, Callable[[Bills, Sequence[Bills]], float]] = {
+    "the smallest worst bill": lambda mine, _: max(mine),
+    "the smallest sum": lambda mine, _: sum(mine),
+    "the smallest regret": _regret,
+    "the smallest regret in percent": _relative_regret,
 }
-"""Plans among which the criteria differ that can be defended, and what choosing one gives up."""
+"""Rules that can be defended: what a plan's bills count, beside those of all plans in time."""
+
+
+def rented(rule: str, plans: Plans, deadline_days: float) -> str | None:
+    """Return the plan that one of ``RULES`` takes among those in time; None if there is none."""
+    bills = {
+        name: list(plan["bills"].values())
+        for name, plan in plans.items()
+        if _most_days(plan) <= deadline_days
+    }
+    every = list(bills.values())
+    return min(bills, key=lambda name: RULES[rule](bills[name], every), default=None)
+
+
+@functools.cache
+def telling_plans() -> Sequence[Plans]:
+    """Return sets of made-up plans, on two or three networks, among which the rules differ.
+
+    One plan of each is the cheapest, and late.
+    """
+    draw, found = random.Random(6), []
+    while len(found) < 12:
+        count = 2 + len(found) % 2
+        plans = {}
+        for name in "abcde":
+            rising = sorted(draw.randrange(100, 900) for _ in range(count))
+            plans[name] = _plan([(2, 4 + at) for at in range(count)], rising)
+        columns = zip(*(plan["bills"].values() for plan in plans.values()), strict=True)
+        late = [min(column) / 2 for column in columns]
+        plans["late"] = _plan([(5, 9)] * count, late)
+        taken = [rented(rule, plans, 8) for rule in RULES]
+        if len(set(taken[:3])) == 3 and taken[3] not in taken[:2]:
+            found.append(plans)
+    return found
 
 
 @exercise
 def choose(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: a criterion by which to rent GPUs, from (plans, deadline_days)."""
+    """Exercise 3: a rule by which to rent GPUs, from (plans, deadline_days)."""
     judge.raise_if_not_attempted(answer)
     for question in QUESTIONS:
-        # In both orders, because a criterion does not depend on which plan stands first.
+        # In both orders, because a rule does not depend on which plan stands first.
         for names in (list(question.plans), list(question.plans)[::-1]):
             plans = {name: question.plans[name] for name in names}
             found = _chosen(answer, plans, question.deadline_days)
@@ -161,16 +211,43 @@ def choose(answer: Callable[..., Any]) -> Verdict:
             none = "it rents none, and there is a plan that is in time on every network"
             said = none if found is None else question.said
             expect(found == question.right, said, right, question.hint)
-    kind = _chosen(answer, {name: plan for name, (plan, _) in KINDS.items()}, DEADLINE_DAYS)
-    expect(kind is not None, "it rents none of three plans that are in time", "one of them")
+    rule = _rule_of(answer)
     name = _chosen(answer, rental_plans(), DEADLINE_DAYS)
-    late = "of the real plans it rents one that may be late, or none"
-    in_time = [each for each, plan in rental_plans().items() if _most_days(plan) <= DEADLINE_DAYS]
-    expect(name in in_time, late, f"one of {', '.join(in_time)}")
+    right = rented(rule, rental_plans(), DEADLINE_DAYS)
+    expect(name == right, f"of the real plans it rents {name}, by another rule than before", right)
     reason = (getattr(answer, "__doc__", "") or "").strip()
     hint = "One sentence in quotes, as the first line of the function: why is this right for them?"
-    expect(bool(reason), "your criterion works, and does not say why it is right", hint=hint)
-    return judge.passing_verdict(f"you rent {name}. Your criterion {KINDS[str(kind)][1]}")
+    expect(bool(reason), "your rule works, and does not say why it is right", hint=hint)
+    bills = " or ".join(f"{bill:,.0f}" for bill in rental_plans()[str(name)]["bills"].values())
+    others = [
+        f"{each} rents {rented(each, rental_plans(), DEADLINE_DAYS)}"
+        for each in RULES
+        if each != rule
+    ]
+    return judge.passing_verdict(
+        f"by {rule} you rent {name}, for {bills} dollars; {'; '.join(others)}"
+    )
+
+
+def _rule_of(answer: Callable[..., Any]) -> str:
+    """Return the one of ``RULES`` by which the learner's function takes every made-up plan."""
+    left = list(RULES)
+    for plans in telling_plans():
+        found = _chosen(answer, plans, 8)
+        wanted = {rule: rented(rule, plans, 8) for rule in RULES}
+        left = [rule for rule in left if wanted[rule] == found]
+        bills = ", ".join(
+            f"{name} {[*plan['bills'].values()]}" for name, plan in plans.items() if name != "late"
+        )
+        by_rule = ", ".join(f"{name!r} by {rule}" for rule, name in wanted.items())
+        expect(
+            bool(left),
+            f"it follows no single rule: it takes {found!r} of plans with the bills {bills}",
+            by_rule,
+            "Decide on one rule. A late plan is no measure: regret is what a plan costs above the"
+            " cheapest plan that is in time, on the same network.",
+        )
+    return left[0]
 
 
 def _most_days(plan: Mapping[str, Any]) -> float:
@@ -180,7 +257,8 @@ def _most_days(plan: Mapping[str, Any]) -> float:
 def _chosen(answer: Callable[..., Any], plans: Plans, deadline_days: float) -> str | None:
     """Return the plan that the learner's function takes, from a copy that it may change."""
     copy = {
-        name: {"gpus": plan["gpus"], "days": dict(plan["days"])} for name, plan in plans.items()
+        name: {"days": dict(plan["days"]), "bills": dict(plan["bills"])}
+        for name, plan in plans.items()
     }
     words = f"{judge.answer_name(answer)}(plans, deadline_days)"
     found = judge.call_answer(answer, copy, deadline_days, in_words=words)
@@ -194,13 +272,21 @@ def _chosen(answer: Callable[..., Any], plans: Plans, deadline_days: float) -> s
 
 @functools.cache
 def rental_plans() -> Plans:
-    """Return the plans of exercise 3: all blocks of Llama 2 7B, by the formula of section 4."""
+    """Return the plans of exercise 3: all blocks of Llama 2 7B, by the formula of section 4.
+
+    A bill is that of the middle of the range, in whole thousands of dollars.
+    """
     plans = {}
-    for gpus in GPUS:
+    for gpus, dollars in DOLLARS.items():
         for size in GROUPS:
-            days = {at: _days(gpus, size, network(*at)) for at in NETWORKS}
+            days = {name: _days(gpus, size, network(*at)) for name, at in NETWORKS.items()}
+            bills = {
+                at: round(dollars * 24 * gpus * sum(ends) / 2, -3) for at, ends in days.items()
+            }
             name = f"{gpus} GPUs, " + (f"groups of {size}" if size else "one group")
-            plans[name] = MappingProxyType({"gpus": gpus, "days": MappingProxyType(days)})
+            plans[name] = MappingProxyType(
+                {"days": MappingProxyType(days), "bills": MappingProxyType(bills)}
+            )
     return MappingProxyType(plans)
 
 
@@ -225,6 +311,33 @@ def _slowed(hosts: Hardware, computing: float, links: float) -> Hardware:
         memory_bytes_per_s=hosts.memory_bytes_per_s / computing,
         operator_s=hosts.operator_s * computing,
     ).with_links(hosts.links.slower(links))
+
+
+def unit_times(result: RunResult) -> pandas.DataFrame:
+    """Return the milliseconds that root, a block and the head compute in each pass.
+
+    Args:
+        result: of a simulation of ``train.py`` with ``hardware=``. What comes before its blocks in
+            the forward pass belongs to the root, what comes after them to the head.
+    """
+    bars = result.frame.query("lane == 'compute'")
+    block = bars.name.str.startswith("blocks.")
+    computed = {}
+    for phase, (before, after) in {
+        "forward": ("root", "head"),
+        "backward": ("head", "root"),
+    }.items():
+        of_pass = bars.phase == phase
+        first_us = bars[of_pass & block].start_us.min()
+        ms = bars[of_pass].dur_us / 1e3
+        is_block, is_before = block[of_pass], bars[of_pass].start_us < first_us
+        blocks = bars[of_pass & block].name.nunique()
+        computed[phase] = {
+            before: ms[~is_block & is_before].sum(),
+            "block": ms[is_block].sum() / blocks,
+            after: ms[~is_block & ~is_before].sum(),
+        }
+    return pandas.DataFrame(computed).loc[["root", "block", "head"]]
 
 
 def all_blocks_s(time: StepTime, blocks: int = 8, whole: int = LLAMA_2_7B.layers) -> float:

@@ -113,7 +113,7 @@ def hosts(*, protocol: Any, latency_us: float, share: float, **_: Any) -> Hardwa
 def estimate(*, gpus: int, tokens: int, **network: Any) -> StepEstimate:
     """Estimate a step of the first blocks, sharded over all GPUs."""
     model = replace(LLAMA_2_7B, layers=BLOCKS)
-    setup = TrainingSetup(model, tokens // SEQUENCE, SEQUENCE, gpus, "none")
+    setup = TrainingSetup(model, tokens // SEQUENCE, SEQUENCE, gpus, "none", last_regathered=True)
     return setup.estimate_step(hosts(**network))
 
 

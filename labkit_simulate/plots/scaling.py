@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from labkit.plots import style
 
@@ -69,24 +70,26 @@ def total_throughput(
 def throughput_per_gpu(
     series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """Draw a GPU's throughput relative to the smallest number of GPUs; the axis begins at 0.
+    """Draw the tokens per second of one GPU over their number, on an axis that begins at 0.
+
+    At the end of each line stands what is left of the speed at its beginning.
 
     Args:
-        series: shares by number of GPUs, by label.
+        series: tokens per second of one GPU by number of GPUs, by label.
         note: the hardware.
         ax: see ``plots``.
     """
     ax = style.make_axes(ax, 5.5, 3.8)
-    for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
+    looks = zip(series.items(), style.RANK_COLOURS, ("top", "bottom"), strict=False)
+    for (label, points), colour, side in looks:
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
-        last = max(points)
-        ax.annotate(
-            f" {points[last]:.0%}", (last, points[last]), va="center", fontsize=9, color=colour
-        )
+        first, last = min(points), max(points)
+        left = f"  {points[last] / points[first]:.0%} of {first}"
+        ax.annotate(left, (last, points[last]), va=side, fontsize=9, color=colour)
     counts = sorted({count for points in series.values() for count in points})
-    ax.set(xscale="log", ylim=(0, 1.1), xlim=(counts[0] * 0.85, counts[-1] * 1.7), xlabel="GPUs")
-    ax.set_ylabel("tokens/s of a GPU, relative to the fewest")
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set(xscale="log", xlim=(counts[0] * 0.85, counts[-1] * 2.6), xlabel="GPUs")
+    ax.set_ylim(0, 1.15 * max(speed for points in series.values() for speed in points.values()))
+    ax.set_ylabel("tokens/s of one GPU")
     _label_gpu_counts(ax, counts)
     style.add_legend_above(ax, 2)
     return _add_note(ax, ESTIMATE_NOTE.format(note))
@@ -145,36 +148,40 @@ def estimate_accuracy(
 
 def accuracy_by_hosts(
     ratios: Mapping[str, Sequence[tuple[int, float]]],
+    sources: Sequence[str],
     *,
     within: float,
-    note: str,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw estimated over published by number of hosts, both on logarithmic axes.
 
     Args:
         ratios: number of hosts and ratio of each case, by up to three labels, which stand beside
-            each other.
+            each other in colours of their own.
+        sources: who published each case, up to three, each with a mark of its own.
         within: factor of the grey band.
-        note: what was published, and by whom.
         ax: see ``plots``.
     """
-    ax = style.make_axes(ax, 6.5, 3.4)
+    ax = style.make_axes(ax, 7.0, 3.8)
     ax.axhspan(1 / within, within, color=style.GREY, alpha=0.15, lw=0)
     ax.axhline(1.0, color=style.GREY, lw=1)
-    colours = (style.BLUE, style.EXPOSURE_COLOUR, style.GREEN)
+    colours = dict(zip(ratios, (style.BLUE, style.EXPOSURE_COLOUR, style.GREEN), strict=False))
+    marks = dict(zip(dict.fromkeys(sources), "Do^", strict=False))
     shifts = [1 + 0.06 * (place - (len(ratios) - 1) / 2) for place in range(len(ratios))]
-    for shift, (label, cases), colour in zip(shifts, ratios.items(), colours, strict=True):
-        places = [shift * count for count, _ in cases]
-        values = [ratio for _, ratio in cases]
-        ax.plot(places, values, "o", ms=5, alpha=0.6, color=colour, label=label)
+    for shift, (label, cases) in zip(shifts, ratios.items(), strict=True):
+        for source, mark in marks.items():
+            own = [case for case, by in zip(cases, sources, strict=True) if by == source]
+            places, values = [shift * count for count, _ in own], [ratio for _, ratio in own]
+            ax.plot(places, values, mark, ms=5, alpha=0.6, color=colours[label])
     ticks = (0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
-    ax.set(xscale="log", yscale="log", xlabel="hosts", ylabel="estimated / published")
+    ax.set(xscale="log", yscale="log", xlabel="hosts", ylabel="estimated / published time")
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.yaxis.set_minor_locator(NullLocator())
     _label_gpu_counts(ax, sorted({count for cases in ratios.values() for count, _ in cases}))
-    style.add_legend_above(ax, len(ratios))
-    return _add_note(ax, note)
+    grey: dict[str, Any] = {"color": style.GREY, "linestyle": ""}
+    by = [Line2D([], [], marker=mark, label=source, **grey) for source, mark in marks.items()]
+    style.add_legend_above(ax, 3, [*style.legend_patches(colours), *by])
+    return ax
 
 
 def _label_gpu_counts(ax: Axes, counts: Sequence[int]) -> None:

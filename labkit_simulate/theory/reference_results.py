@@ -267,6 +267,17 @@ def estimated_over_published(
     return pairs
 
 
+def published_by(*, fitted: bool = True) -> list[str]:
+    """Return who published each row of ``estimated_over_published``, in its order."""
+    vtrain = len(VTRAIN_RESULTS) - 1 - (0 if fitted else len(VTRAIN_FITTED))
+    counts = {
+        "IBM": len(IBM_RESULTS),
+        "vTrain": vtrain,
+        "torchtitan": len(TORCHTITAN_TENSOR_RESULTS),
+    }
+    return [source for source, count in counts.items() for _ in range(count)]
+
+
 def fit_matmul_share(row: ReferenceResult) -> float:
     """The share of the peak that matrix products must reach for a prediction to be what was
     measured.

@@ -108,7 +108,9 @@ def sharded_step_s(
         batch: sequences of a rank.
     """
     model = replace(LLAMA_2_7B, layers=layers or LLAMA_2_7B.layers)
-    setup = TrainingSetup(model, batch, sequence, ranks, "none", shard_ranks=shard_over)
+    setup = TrainingSetup(
+        model, batch, sequence, ranks, "none", shard_ranks=shard_over, last_regathered=True
+    )
     return setup.estimate_step(hosts).time.step_s
 
 

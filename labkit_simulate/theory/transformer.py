@@ -142,7 +142,9 @@ class TrainingSetup:
         compiled: whether a compiler fuses neighbouring operators.
         dtype: of the computation.
         shard_ranks: neighbouring ranks over which the model is sharded, by default all; with fewer,
-            gradients are then summed over the groups (HSDP).
+            gradients are then summed over the groups (HSDP), on a stream of their own.
+        last_regathered: whether the last block, too, is gathered again for the backward pass, as
+            ``fully_shard`` does unless told not to.
     """
 
     model: DecoderShape
@@ -153,6 +155,7 @@ class TrainingSetup:
     compiled: bool = False
     dtype: str = "bfloat16"
     shard_ranks: int | None = None
+    last_regathered: bool = False
 
     @property
     def tokens(self) -> int:
@@ -193,8 +196,8 @@ class TrainingSetup:
             )
             for index in range(model.layers)
         ]
-        # The backward pass begins with the last block, which is still gathered.
-        blocks[-1] = replace(blocks[-1], regathered=False)
+        # The backward pass begins with the last block, which may still be gathered.
+        blocks[-1] = replace(blocks[-1], regathered=self.last_regathered)
         units = [replace(root, regathered=False), *blocks, head]
         return schedule_tasks(fsdp_tasks(units, update_s=update_s), overlaps=not rank.shared)
 
@@ -215,13 +218,13 @@ class TrainingSetup:
         copy_out = Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters)
         copy_in = Operator("copy", moved_bytes=6 * parameters)
         shard = parameters / self.shards
-        reduce_s = collective_s("reduce_scatter", FLOAT_BYTES * parameters, sharing, rank)
         return UnitTimes(
             name=name,
             gather_s=collective_s("all_gather", COMPUTE_BYTES * shard, sharing, rank),
             forward_s=sum(operator_s(each, rank) for each in [*forward, copy_out]),
             backward_s=sum(operator_s(each, rank) for each in [*backward, copy_out, copy_in]),
-            reduce_s=reduce_s + collective_s("all_reduce", FLOAT_BYTES * shard, same, rank),
+            reduce_s=collective_s("reduce_scatter", FLOAT_BYTES * parameters, sharing, rank),
+            replicate_s=collective_s("all_reduce", FLOAT_BYTES * shard, same, rank),
         )
 
     def block_operators(self) -> tuple[list[Operator], list[Operator]]:

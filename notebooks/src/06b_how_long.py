@@ -22,7 +22,6 @@
 
 # %% tags=["nbval-ignore-output"]
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy
@@ -41,9 +40,9 @@ from labkit_simulate import plots as simulate_plots
 from labkit_simulate.estimate import COMPUTE_ERROR, LINK_ERROR, estimate_rank_step
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import get_hardware
-from labkit_simulate.theory.reference_results import estimated_over_published
+from labkit_simulate.theory.reference_results import estimated_over_published, published_by
 from labkit_simulate.theory.step_time import Group, Operator, collective_s, operator_s
-from labkit_simulate.theory.transformer import LLAMA_2_7B, TrainingSetup
+from labkit_simulate.theory.transformer import LLAMA_2_7B
 from launch.given import TRAIN
 
 doctor.show(lab="6b")
@@ -181,7 +180,7 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 # *The more hosts there are, the more the shorter latency is worth: on one host Simple is the quickest, on 8 LL128, and
 # on 128 LL.* There a gather takes four times as long as on one host, with Simple twelve times. But NCCL does not know
 # the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
-# 5.16 ms instead of 4.60. We go on with the quickest, so steps on many hosts may be some percent too short, and more on a slower network.
+# 5.16 ms instead of 4.60. We go on with the quickest, and section 5 says how much that hides.
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes, and NCCL chooses the protocol by its own
 # table, not by your network.*
@@ -195,10 +194,6 @@ claim("Simple on one host, LL128 on 8, LL on 128", list(takers.values()) == ["Si
 nccl_ms = [gather_ms(BLOCK_BYTES, 128, each.with_network(latency_us=14)) for each in ONE_PROTOCOL.values()]
 claim("by its own 14 µs NCCL takes LL128", nccl_ms[1] == min(nccl_ms))
 claim("5.16 ms instead of 4.60", [round(gathers[name][128], 2) for name in ("LL128", "LL")] == [5.16, 4.60])
-slower = theory.sharded_step_s(None, 1024, 8, 2048, ONE_PROTOCOL["LL128"]) / theory.sharded_step_s(
-    None, 1024, 8, 2048, GPUS
-)
-claim("some percent too short", 1.03 < slower < 1.08)
 claim("four times as long as on one host", 3.9 < block_ms[128] / block_ms[1] < 4.3)
 claim("with Simple twelve times", 11.5 < gathers["Simple"][128] / block_ms[1] < 12.5)
 claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
@@ -225,8 +220,7 @@ claim("by hand within 3 %", all(abs(ms / gathers[name][hosts] - 1) < 0.03 for (n
 # ### Exercise 1: when does the forward pass end? (•, {minutes} minutes)
 #
 # `gathers_s` and `computes_s` are the seconds of each unit, in order. Return when the last unit has computed, if the
-# gather of the first one begins at time 0. One loop is enough, with two variables: when the last gather was over, and a
-# list of when each unit had computed, which begins as `[0.0, 0.0]`.
+# gather of the first one begins at time 0.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -237,6 +231,12 @@ claim("by hand within 3 %", all(abs(ms / gathers[name][hosts] - 1) < 0.03 for (n
 # <details><summary>Hint 2</summary>
 #
 # Each task begins at the later of two times. For a gather they stand in the rule. Which are they for a computation?
+#
+# </details>
+#
+# <details><summary>Hint 3</summary>
+#
+# One loop is enough. Keep when the last gather was over, and a list of when each unit had computed.
 #
 # </details>
 
@@ -299,18 +299,17 @@ def backward_s(gathers_s: Sequence[float], computes_s: Sequence[float], reduces_
 checks.backward_s(backward_s)
 
 # %% [markdown]
-# Now a whole step of `train.py`, whose time a simulation with `hardware=` estimates, too. We take the first 8 of the 32
+# Now a whole step of `train.py`, whose time a simulation with `hardware=` estimates. We take the first 8 of the 32
 # blocks, so that you can tell them apart. Embedding, last norm and output layer belong to the root. The last two
-# compute at the end, as a unit that we call the **head**, which has nothing left to gather:
+# compute at the end, as a unit that we call the **head**, which has nothing left to gather. This is how long units
+# compute, by the record of 8 GPUs:
 
-# %%
-eight = TrainingSetup(replace(LLAMA_2_7B, layers=8), 1, SEQUENCE, 8, "none")
-tasks_ms = {bar.name: 1e3 * bar.dur_s for bar in eight.estimate_step(GPUS).time.bars}
-names = ("root", "block 0", "head")
-units = pandas.DataFrame({way: [tasks_ms[f"{way} {name}"] for name in names] for way in ("forward", "backward")})
-units["gathered"] = ["once", "in both passes", "no"]
-units["reduce-scattered"] = ["last", "yes", "no"]
-units.set_axis(["root", "each block", "head"]).rename_axis("unit, ms").round(1)
+# %% tags=["nbval-ignore-output"]
+task = {"layers": 8, "sequence": SEQUENCE}
+one_host, many_hosts = (labkit.simulate(TRAIN, world_size=ranks, hardware=GPUS, **task) for ranks in (8, RANKS))
+units = checks.unit_times(one_host)
+shown = units.assign(gathered=["once", "in both passes", "no"], reduce_scattered=["last", "yes", "no"])
+shown.rename_axis("unit, ms").round(1)
 
 
 # %% [markdown]
@@ -325,7 +324,7 @@ def reduce_ms(parameters: int, hosts: int) -> float:
 
 
 def passes_ms(hosts: int, forward: Any, backward: Any) -> tuple[float, float]:
-    """Return when both passes end, in milliseconds, with the table's computations."""
+    """Return when each pass ends, in milliseconds, with the computations of the table above."""
     root = LLAMA_2_7B.root_parameters
     (first, block, head), (root_back, block_back, head_back) = units["forward"], units["backward"]
     blocks, reduces = [gather_ms(BLOCK_BYTES, hosts)] * 8, [reduce_ms(BLOCK_BYTES // 2, hosts)] * 8
@@ -343,10 +342,6 @@ mine_passes = commit(
 )
 ### END SOLUTION
 
-# %% tags=["nbval-ignore-output"]
-task = {"layers": 8, "sequence": SEQUENCE}
-one_host, many_hosts = (labkit.simulate(TRAIN, world_size=ranks, hardware=GPUS, **task) for ranks in (8, RANKS))
-
 # %%
 steps, ends_ms = {"one_host_ms": one_host, "many_hosts_ms": many_hosts}, {}
 ax_steps = plots.timelines_by_run({"8 GPUs": one_host, f"{RANKS} GPUs": many_hosts})
@@ -360,7 +355,7 @@ plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.05, column="simul
 # %% [markdown]
 # *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer.* Two
 # thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. The
-# simulation follows nearly the same rule, so this tests your functions, not the rule.
+# simulation follows the same rule, so this tests your functions, not the rule.
 #
 # *Takeaway: messages hide as long as a block computes for longer than they take: a gather in the forward pass, a
 # reduce-scatter and a gather in the backward pass.*
@@ -373,7 +368,7 @@ longer = many_hosts.value("reckoned_step_s") / one_host.value("reckoned_step_s")
 claim("the step takes three quarters longer", 1.65 < longer < 1.85, where=TOLD)
 by_rule = [passes_ms(hosts, theory.forward_s, theory.backward_s)[1] for hosts in (1, HOSTS)]
 off = max(abs(ruled / seen - 1) for ruled, seen in zip(by_rule, ends_ms.values(), strict=True))
-claim("functions and record agree within 5 %", off < 0.05, where=TOLD)
+claim("functions and record agree within 1 %", off < 0.01, where=TOLD)
 waits = many_hosts.frame.query("lane == 'exposed'")
 turn_us = many_hosts.frame.query("lane == 'compute' and phase == 'backward'").start_us.min()
 late = waits[waits.start_us >= turn_us].dur_us.sum() / waits.dur_us.sum()
@@ -383,7 +378,8 @@ claim("a reduce-scatter has the bytes of a gather", abs(reduce_ms(10**6, 1) / ga
 # %% [markdown]
 # ## 4. What does a scaling plot hide? ({minutes} minutes)
 #
-# The shape of the model alone gives the memory and the time of a step for any number of GPUs. Two questions hide in the
+# The shape of the model gives the memory and the time of a step for any number of GPUs at once, by the same rule. These
+# steps are 1 to 3 % shorter than simulated ones, as small operators are left out. Two questions hide in the
 # word *scaling*. **Weak**: each GPU keeps one sequence. **Strong**: the step keeps its 1024 sequences, so that each of
 # 256 GPUs has 4, and each of 1024 has one, where both questions mean the same step. Fewer than 256 are not drawn: 8
 # sequences with nothing recomputed do not fit into the 80 GiB of an H100.
@@ -409,8 +405,8 @@ ax = simulate_plots.total_throughput(speeds, note="8 × H100 a host, latency of 
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
-# So it is often drawn. Commit, from the figure: how fast is one GPU of 1024, in percent of one of the smallest cluster
-# that is drawn? The next figure shows your answers as crosses.
+# So it is often drawn. Commit, from the figure: how fast is one GPU of 1024, in percent of one of 8 that has the same
+# sequence (weak), and in percent of one of 256 that has four (strong)? The next figure shows your answers as crosses.
 
 # %% tags=["commit"]
 mine_kept = commit(weak_percent=None, strong_percent=None)
@@ -420,12 +416,11 @@ mine_kept = commit(weak_percent=80, strong_percent=80)
 
 # %%
 each_gpu = {label: {n: speed / n for n, speed in points.items()} for label, points in speeds.items()}
-kept = {
-    label: {n: speed / next(iter(points.values())) for n, speed in points.items()} for label, points in each_gpu.items()
-}
-ax_kept = simulate_plots.throughput_per_gpu(kept, note="the numbers of the figure above")
-for percent, mark, colour in zip(mine_kept.values(), "+x", style.RANK_COLOURS, strict=False):
-    _ = ax_kept.plot(RANKS, percent / 100, mark, color=colour, ms=11, mew=2.5) if percent else None
+first = {label: points[min(points)] for label, points in each_gpu.items()}
+kept = {label: {n: speed / first[label] for n, speed in points.items()} for label, points in each_gpu.items()}
+ax_each = simulate_plots.throughput_per_gpu(each_gpu, note="the numbers of the figure above")
+for label, percent, mark, colour in zip(first, mine_kept.values(), "+x", style.RANK_COLOURS, strict=False):
+    _ = ax_each.plot(RANKS, percent * first[label] / 100, mark, color=colour, ms=11, mew=2.5) if percent else None
 percents = {f"{label}_percent": 100 * points[RANKS] for label, points in kept.items()}
 plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimated")
 
@@ -448,6 +443,9 @@ lost = [1 - points[RANKS] for points in kept.values()]
 claim("each has lost half of its speed, or nearly so", all(0.4 < part < 0.6 for part in lost), where=TOLD)
 claim("at first it gains a little", 1 < kept["weak"][64] < 1.1, where=TOLD)
 claim("up to 256 GPUs messages hide", kept["weak"].get(256, 1) > 0.95, where=TOLD)
+by_shape_s = {n: theory.sharded_step_s(None, n, 8, SEQUENCE, GPUS) for n in (8, RANKS)}
+shorter = [1 - by_shape_s[each.world_size] / each.value("reckoned_step_s") for each in steps.values()]
+claim("1 to 3 % shorter than simulated ones", all(0.005 < part < 0.035 for part in shorter), where=TOLD)
 claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[128], where=TOLD)
 
 # %% [markdown]
@@ -455,7 +453,7 @@ claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[12
 #
 # What hurts 1024 GPUs most? Commit: how much of the speed that it has among 8 does a GPU keep, in percent, with a
 # latency of 434 µs, with half of each card, and with Simple alone? With 78 µs, whole cards and the quickest protocol it
-# keeps 57 % (8 blocks; 55 % with all 32).
+# keeps 56 % (8 blocks; 55 % with all 32).
 #
 # Then turn the figures yourself. What do twice the tokens on a GPU do about it?
 
@@ -482,7 +480,7 @@ widgets.StepExplorer()
 # <details><summary>What you should have found</summary>
 #
 # With 14 µs a GPU keeps 85 %. With twice the tokens, at 78 µs, it keeps 89 %, because a longer computation hides a
-# longer gather. The simulated step takes 143 ms instead of 140, as `train.py` gathers the last block once more.
+# longer gather.
 #
 # </details>
 #
@@ -491,12 +489,14 @@ widgets.StepExplorer()
 #
 # | task | factor | within it |
 # |---|---|---|
-# | computation | 1.2 | 20 of 21 published steps that hide their network |
+# | computation | 1.2 | 21 of 22 published steps that hide their network |
 # | collective over a measured network | 1.25 | 328 of 329 measured all-reduces, predicted from others |
 # | collective over one that nobody measured | none | 3 of 9 all-reduces between B200s, predicted from one host, within 1.25 |
 #
 # So take an unknown network at both of its ends, 14 and 434 µs, as if each were measured. Nobody has counted how many
-# steps lie in such a range.
+# steps lie in such a range. It also holds something fixed: that NCCL takes the quickest protocol. With LL128, which
+# NCCL's own table chooses from 8 hosts on, a step of 1024 GPUs takes 6 % longer at 78 µs, and 30 % at 434. With up to
+# 128 GPUs it takes as long as before.
 #
 # *Takeaway: an estimate is a range with the name of the figure behind it, and a factor counts only with what it
 # covers.*
@@ -504,9 +504,18 @@ widgets.StepExplorer()
 
 # %% tags=["claim"]
 turned = [left(), *hurt.values(), left(latency_us=14), left(tokens=4096)]
-claim("57, 22, 43, 23, 85 and 89 %", turned == [57, 22, 43, 23, 85, 89])
+claim("56, 21, 42, 23, 85 and 89 %", turned == [56, 21, 42, 23, 85, 89])
 claim("55 % with all 32", round(100 * kept["weak"][RANKS]) == 55, where=TOLD)
-claim("143 ms instead of 140", round(1e3 * many_hosts.value("reckoned_step_s")) == 143, where=TOLD)
+by_choice = {
+    (size, us): theory.sharded_step_s(size, 1024, 8, 2048, ONE_PROTOCOL["LL128"].with_network(latency_us=us))
+    / theory.sharded_step_s(size, 1024, 8, 2048, GPUS.with_network(latency_us=us))
+    for size in (64, 128, 1024)
+    for us in (78, 434)
+}
+claim("6 and 30 % longer", [round(by_choice[1024, us], 2) for us in (78, 434)] == [1.06, 1.3])
+claim("with up to 128 as long as before", all(abs(by_choice[n, us] - 1) < 0.01 for n in (64, 128) for us in (78, 434)))
+by_table = [gather_ms(BLOCK_BYTES, 8, each.with_network(latency_us=14)) for each in ONE_PROTOCOL.values()]
+claim("LL128 from 8 hosts on", by_table[1] == min(by_table))
 claim("1.2 and 1.25", (COMPUTE_ERROR, LINK_ERROR) == (1.2, 1.25))
 
 # %% [markdown]
@@ -592,39 +601,52 @@ claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], whe
 # %% [markdown]
 # ## 7. Defend a choice ({minutes} minutes)
 #
+# A company wants all 32 blocks trained for a million steps of 1536 sequences, with 2048 tokens each. A provider asks 3
+# dollars for the hour of a GPU in a cluster of 384, 2.50 with 512, 2 with 768 and 1.20 with 1536. What it does not tell
+# is the network: a *quick* one has 14 µs and a card for each GPU, a *slow* one 434 µs and one card for each host. They
+# write:
+#
+# > It must be over in 18 days. If no plan can promise that, tell us so. Beyond that only the bill counts.
+#
+# The table has the most days that each plan may take, and the bill for the middle of its range:
+
+# %%
+rented = checks.rental_plans()
+columns = {f"{at}: most days": [plan["days"][at][1] for plan in rented.values()] for at in checks.NETWORKS}
+columns |= {f"{at}: 1,000 $": [plan["bills"][at] / 1e3 for plan in rented.values()] for at in checks.NETWORKS}
+pandas.DataFrame(columns, index=[*rented]).round(1)
+
+# %% [markdown]
 # ### Exercise 3: what would you rent? (•••, {minutes} minutes)
 #
-# A company wants all 32 blocks trained for a million steps of 1024 sequences, with 2048 tokens each. You may rent 256,
-# 512 or 1024 GPUs, as one group or in groups of 32. The network has 14 or 434 µs, and whole cards or nine tenths of
-# them. They write:
+# What is a low bill, if nobody knows the network? Three rules can be defended, and each rents another plan:
 #
-# > It must be over in eight days. If no plan can promise that, tell us so. Beyond that only the bill counts, in
-# > GPU-hours.
+# - the smallest *worst bill*;
+# - the smallest *sum* of the bills;
+# - the smallest **regret**, the most that a plan costs above the cheapest plan in time on the same network.
 #
-# Turn this into a criterion: a function that returns the name of a plan, or `None` for no plan. `plans[name]["gpus"]`
-# is a number, and `plans[name]["days"]` has a pair for each network, the least and the most days.
-#
-# Each network has its own bill, so the letter leaves you a choice: what is a low bill, if nobody knows the network?
-# Decide, and say why in a sentence, as the function's docstring. The check asks about made-up plans, then about the
-# real ones, and tells you what your criterion gives up.
+# Take one, and say why in a sentence, as the function's docstring. Return the name of a plan, or `None` for no plan.
+# `plans[name]["days"]` has a pair by network, the least and the most days, and `plans[name]["bills"]` the dollars. There
+# may be more than two networks. The check asks about made-up plans among which the rules differ, then about the real
+# ones.
 #
 # <details><summary>Hint 1</summary>
 #
-# Two steps: which plans keep the promise on every network, and which of those has the best bill?
+# Two steps: which plans keep the promise on every network, and which of those does your rule take?
 #
 # </details>
 #
 # <details><summary>Hint 2</summary>
 #
-# On one network, a bill is GPUs · 24 · the middle of the range. Write down the bills of two plans on two networks, one
-# of which is cheaper on the quick network, and the other on the slow one. Which would you defend?
+# Write the bills of the plans in time into a table, a row for a plan and a column for a network. Does your rule need
+# rows alone, or columns, too?
 #
 # </details>
 #
 # <details><summary>Hint 3</summary>
 #
-# Three ways to rank a plan: by its largest bill, by the sum of its bills, or by the most that it costs above the
-# cheapest plan on the same network. `min(…, key=…, default=None)` covers the case that no plan is left.
+# `min(…, key=…, default=None)` covers the case that no plan is left. The key is what your rule makes of one plan's
+# bills.
 #
 # </details>
 
@@ -632,59 +654,48 @@ claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], whe
 # %%
 def choose(plans: dict[str, dict[str, Any]], deadline_days: float) -> str | None:
     ### BEGIN SOLUTION
-    """Nobody knows the network, so the bill must be near the lowest one on each."""
+    """Their owners will see which network it was, and ask what they paid more than they had to."""
 
-    def in_time(days: dict[Any, tuple[float, float]]) -> bool:
+    def in_time(days: dict[str, tuple[float, float]]) -> bool:
         return max(most for _, most in days.values()) <= deadline_days
 
-    safe = [name for name, plan in plans.items() if in_time(plan["days"])]
+    safe = {name: plan["bills"] for name, plan in plans.items() if in_time(plan["days"])}
 
-    def bill(name: str, network: Any) -> float:
-        return 24 * plans[name]["gpus"] * sum(plans[name]["days"][network]) / 2
+    def regret(name: str) -> float:
+        return max(bill - min(each[at] for each in safe.values()) for at, bill in safe[name].items())
 
-    def most_above_the_cheapest(name: str) -> float:
-        return max(bill(name, at) / min(bill(each, at) for each in safe) for at in plans[name]["days"])
-
-    return min(safe, key=most_above_the_cheapest, default=None)
+    return min(safe, key=regret, default=None)
     ### END SOLUTION
 
 
 # %%
 checks.choose(choose)
 
-# %%
-rows = {
-    name: [f"{least:.1f} to {most:.1f}" for least, most in plan["days"].values()]
-    for name, plan in checks.rental_plans().items()
-}
-pandas.DataFrame.from_dict(rows, orient="index", columns=[f"{us} µs, {part:.0%}" for us, part in checks.NETWORKS])
-
 # %% [markdown]
-# *512 GPUs keep the promise only in groups of 32. As one group they look the same on a quick network, and take up to 12
-# days on a slow one.* The formula of section 4, from which the plans are, lets all-reduces wait for gathers, so groups
-# may come out 10 to 15 % too long.
+# *The smallest worst bill rents 384 GPUs, the smallest sum 512, and the smallest regret 768, all in groups of 16. One
+# group is late on the slow network, although it costs as much on the quick one with up to 768.* The first rule suits a
+# fixed budget, the second a company that rents often and finds both networks as often, the third one that is asked
+# afterwards why it did not pay less.
 #
-# *Takeaway: write down the criterion before you see the numbers, and promise the far end of the range.* If much hangs
-# on the network, measure it: `all_gather_perf` of nccl-tests takes minutes.
+# *Takeaway: name the rule by which you chose, and promise the far end of the range.* If much hangs on the network,
+# measure it: `all_gather_perf` of nccl-tests takes minutes.
 
 # %% tags=["claim"]
-days = {name: list(plan["days"].values()) for name, plan in checks.rental_plans().items()}
-in_time = [name for name, row in days.items() if max(most for _, most in row) <= 8]
-claim("512 only in groups of 32", in_time == ["512 GPUs, groups of 32", "1024 GPUs, groups of 32"])
-apart = [a / b for a, b in zip(days["512 GPUs, groups of 32"][0], days["512 GPUs, one group"][0], strict=True)]
-claim(
-    "the same on a quick network, up to 12 days", max(apart) < 1.02 and round(max(days["512 GPUs, one group"])[1]) == 12
-)
-by_formula = (
-    theory.sharded_step_s(32, 1024, 8, 2048, checks.network(434)) / estimates[32][2].time.step_s if TOLD else 1.1
-)
-claim("10 to 15 % too long", 1.05 < by_formula < 1.15)
+by_rule = [checks.rented(rule, rented, checks.DEADLINE_DAYS) for rule in list(checks.RULES)[:3]]
+claim("384, 512 and 768 in groups of 16", by_rule == [f"{gpus} GPUs, groups of 16" for gpus in (384, 512, 768)])
+lone = {name: plan for name, plan in rented.items() if "one group" in name}
+claim("one group is late", min(plan["days"]["slow"][1] for plan in lone.values()) > checks.DEADLINE_DAYS)
+extra = [
+    rented[f"{gpus} GPUs, one group"]["bills"]["quick"] / rented[f"{gpus} GPUs, groups of 16"]["bills"]["quick"]
+    for gpus in (384, 512, 768)
+]
+claim("costs as much on the quick one", all(abs(ratio - 1) < 0.01 for ratio in extra))
 
 # %% [markdown]
 # ## 8. Is it true? ({minutes} minutes)
 #
-# DDP copies the model to every group (lab 4), and tensor parallelism cuts each matrix within
-# a group (lab 5).
+# Others have published steps with which an estimate can be compared. Some of them copy the model to every group by
+# DDP (lab 4), or cut each matrix within a group by tensor parallelism (lab 5).
 #
 # | steps | by | with | predicted? |
 # |---|---|---|---|
@@ -706,40 +717,37 @@ mine_met = commit(as_it_is=28, latency_434=18, four_times_slower=10)
 with_latency = {us: estimated_over_published(latency_us=us, fitted=False) for us in (14, 78, 434)}
 worlds = (with_latency[78], with_latency[434], estimated_over_published(slower=4.0, fitted=False))
 met = dict(zip(("as it is", "latency 434 µs", "links four times slower"), worlds, strict=True))
-_ = simulate_plots.accuracy_by_hosts(met, within=1.25, note="published by IBM, torchtitan and vTrain")
+_ = simulate_plots.accuracy_by_hosts(met, published_by(fitted=False), within=1.25)
 counts = {name: sum(0.8 <= ratio <= 1.25 for _, ratio in each) for name, each in zip(mine_met, worlds, strict=True)}
 plots.comparison_table(counts, yours=mine_met, column=f"of {len(met['as it is'])}")
 
 # %% [markdown]
 # *Nine in ten are met. Links that are four times slower would show, a latency of 434 µs does not.* The error goes with
-# the program: nearly all rows on 8 hosts come out too short, and IBM's on 12 and 16 too long. So they are three
+# the program: vTrain's and torchtitan's steps come out too short, and most of IBM's too long. So they are three
 # witnesses rather than 31.
 #
-# Which latencies survive? Fernandez et al. used up to 256 hosts: from 128 to 2048 H100s a GPU lost 37 % of its speed
-# under FSDP. For each latency, the table has
-#
-# - *met*: the predicted rows within 1.25;
-# - *nearest*: of the rows that the latency moves by more than 5 %, those that this one comes nearest to;
-# - *loss*: what we estimate for Fernandez, in percent, by tokens on a GPU. How many they had, the summaries
-#   that we know do not say, so we try 2048, 4096 and 8192.
+# None of the 31 changes by more than 3 % between 14 and 434 µs. Fernandez et al. used up to 256 hosts: from 128 to 2048
+# H100s a GPU lost 37 % of its tokens per second under FSDP. Which latency fits that depends on how many tokens a GPU
+# had in a step, because a longer computation hides a longer gather. The parts of the paper that we could read do not
+# say, so the table tries three numbers. It has the rows that each latency meets, and what it makes a GPU with Llama 2
+# 7B lose:
 
 # %%
 ratios = pandas.DataFrame({us: [ratio for _, ratio in each] for us, each in with_latency.items()})
-moved = ratios[ratios[434] > 1.05 * ratios[14]]
-table = pandas.DataFrame({"met": ratios.apply(lambda column: column.between(0.8, 1.25).sum())})
-table["nearest"] = [(abs(numpy.log(moved)).idxmin(axis=1) == us).sum() for us in table.index]
+table = pandas.DataFrame({"rows met": ratios.apply(lambda column: column.between(0.8, 1.25).sum())})
 shape = {"shard_over": None, "layers": None, "sequence": 2048}
 for batch in (1, 2, 4):
     networks = [{"hosts": GPUS.with_network(latency_us=us), "batch": batch} for us in table.index]
     few, many = ([theory.sharded_step_s(ranks=ranks, **shape, **each) for each in networks] for ranks in (128, 2048))
-    table[f"loss, {2048 * batch}"] = [round(100 * (1 - a / b)) for a, b in zip(few, many, strict=True)]
+    lost_percent = [round(100 * (1 - a / b)) for a, b in zip(few, many, strict=True)]
+    table[f"lost with {2048 * batch:,} tokens, %"] = lost_percent
 table.rename_axis("latency, µs")
 
 # %% [markdown]
-# *All three survive.* They meet 28, 28 and 27 rows. Only three feel the latency, all HSDP, and they pull both ways.
-# Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 with more than 8192.
+# *All three latencies survive.* Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 with more
+# than 8192.
 #
-# Until somebody reads which in their paper, nothing tests the guess, and each sentence about 1024 GPUs rests on it.
+# Until somebody reads which it was, nothing tests the guess, and each sentence about 1024 GPUs rests on it.
 #
 # <details><summary>Your own machine, and all rows case by case</summary>
 #
@@ -756,16 +764,14 @@ table.rename_axis("latency, µs")
 claim("31 rows, and 5 fitted", (len(met["as it is"]), len(estimated_over_published())) == (31, 36))
 claim("nine in ten are met", counts["as_it_is"] >= 0.88 * 31)
 claim("four times slower would show", counts["four_times_slower"] < 0.35 * 31)
-claim("28, 28 and 27 rows", [*table["met"]] == [28, 28, 27])
-claim(
-    "three feel it and pull both ways",
-    list(moved.index) == [1, 2, 3] and table["nearest"][14] > 0 < table["nearest"][434],
-)
-lost_percent = table.iloc[:, 2:].to_numpy().tolist()
-claim("37 % with some number of tokens", lost_percent == [[37, 2, 1], [63, 33, 2], [85, 79, 60]])
-short = {hosts: [ratio < 1 for at, ratio in met["as it is"] if at == hosts] for hosts in (8, 12, 16)}
-claim("too short on 8 hosts", sum(short[8]) >= 0.95 * len(short[8]))
-claim("too long on 12 and 16", sum(short[12] + short[16]) <= 2)
+claim("a latency of 434 µs does not", [*table["rows met"]] == [28, 28, 28])
+claim("none changes by more than 3 %", (abs(ratios[434] / ratios[14] - 1) < 0.03).all())
+lost_table = table.iloc[:, 1:].to_numpy().tolist()
+claim("37 % with some number of tokens", lost_table == [[37, 2, 1], [63, 33, 2], [85, 79, 60]])
+by_source = ratios[78].groupby(published_by(fitted=False))
+short = {source: (own < 1).mean() for source, own in by_source}
+claim("vTrain's and torchtitan's too short, IBM's too long", short["vTrain"] == short["torchtitan"] == 1)
+claim("most of IBM's too long", short["IBM"] < 0.25)
 missed = sorted((round(ratio, 2), hosts) for hosts, ratio in met["as it is"] if not 0.8 <= ratio <= 1.25)
 claim("three miss, on 8 hosts, by 0.47, 0.59 and 0.68", missed == [(0.47, 8), (0.59, 8), (0.68, 8)])
 
@@ -788,7 +794,7 @@ lab_found = {
     "gather of a block, 128 hosts over one": round(block_ms[128] / block_ms[1], 1),
     f"speed of a GPU that {RANKS} GPUs keep": f"{kept['weak'][RANKS]:.0%}",
     "shard_over, left on four networks": ", ".join(map(str, still_in[32][1])),
-    "published steps met with 14, 78 and 434 µs": ", ".join(map(str, table["met"])),
+    "published steps met with 14, 78 and 434 µs": ", ".join(map(str, table["rows met"])),
 }
 pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 

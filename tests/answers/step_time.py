@@ -52,7 +52,9 @@ EXERCISES = [
         checks.choose,
         {
             "it gave 512": "return 512",
-            "it rents the plan that is late for certain": "return min(plans, key=lambda name: plans[name]['gpus'])",
+            "it rents the plan that is late for certain": (
+                "return min(plans, key=lambda name: sum(plans[name]['bills'].values()))"
+            ),
             "it rents a plan that may take 9 days": changed(
                 "06b",
                 "choose",
@@ -61,22 +63,24 @@ EXERCISES = [
             "no plan is sure to be over in 8 days": changed(
                 "06b", "choose", ("default=None", "default=list(plans)[-1]")
             ),
-            "it rents 1024 GPUs, which cost more": changed(
-                "06b", "choose", ("key=most_above_the_cheapest", "key=lambda name: plans[name]['days']['quick']")
+            "it rents the plan that is over first": changed(
+                "06b", "choose", ("key=regret", "key=lambda name: plans[name]['days']['quick']")
             ),
             "it rents the plan with the narrow range": changed(
                 "06b",
                 "choose",
-                (
-                    "key=most_above_the_cheapest",
-                    "key=lambda name: plans[name]['gpus'] * max(1, *(b - a for a, b in plans[name]['days'].values()))",
-                ),
+                ("key=regret", "key=lambda name: max(b - a for a, b in plans[name]['days'].values())"),
             ),
-            "it saves 5 % if the network is quick": changed("06b", "choose", ("return max(bill(", "return min(bill(")),
-            "your criterion works, and does not say why it is right": changed(
+            "it saves 1 if the network is quick": changed(
+                "06b", "choose", ("key=regret", "key=lambda name: min(safe[name].values())")
+            ),
+            "it follows no single rule": changed(
+                "06b", "choose", ("for each in safe.values()", "for each in (plan['bills'] for plan in plans.values())")
+            ),
+            "your rule works, and does not say why it is right": changed(
                 "06b",
                 "choose",
-                ('"""Nobody knows the network, so the bill must be near the lowest one on each."""', ""),
+                ('"""Their owners will see which network it was, and ask what they paid more than they had to."""', ""),
             ),
         },
     ),

@@ -29,9 +29,9 @@ def test_all_together_is_logarithmic_and_one_of_them_begins_at_zero():
     assert (together.get_xscale(), together.get_yscale()) == ("log", "log")
     assert [list(line.get_ydata()) for line in together.lines] == [[640, 1280, 5120], [600, 600]]
     assert [label.get_text() for label in together.get_xticklabels()] == ["64", "128", "1,024"]
-    each = plots.throughput_per_gpu({"weak": {64: 1.0, 128: 1.0, 1024: 0.5}}, note="x")
-    assert each.get_ylim()[0] == 0 and [text.get_text().strip() for text in each.texts] == ["50%"]
-    assert "relative to the fewest" in each.get_ylabel()
+    each = plots.throughput_per_gpu({"weak": {64: 800.0, 128: 800.0, 1024: 400.0}}, note="x")
+    assert each.get_ylim()[0] == 0 and [text.get_text().strip() for text in each.texts] == ["50% of 64"]
+    assert each.get_ylim()[1] > 800 and each.get_ylabel() == "tokens/s of one GPU"
 
 
 def test_predictions_stand_at_their_ratio_within_the_band():
@@ -45,19 +45,21 @@ def test_predictions_stand_at_their_ratio_within_the_band():
     assert (ax.patches[0].get_x(), ax.patches[0].get_width()) == pytest.approx((1 / 1.5, 1.5 - 1 / 1.5))
 
 
-def test_ratios_stand_over_their_number_of_hosts_and_the_labels_beside_each_other():
+def test_ratios_stand_over_their_number_of_hosts_the_labels_beside_each_other_and_sources_have_marks():
     ax = plots.accuracy_by_hosts(
         {"as it is": [(8, 1.0), (32, 0.5)], "slower": [(8, 2.0), (32, 3.0)], "far": [(8, 4.0), (32, 5.0)]},
+        ["A", "B"],
         within=1.25,
-        note="x",
     )
-    (first, second, third) = (line for line in ax.lines if line.get_marker() == "o")
-    assert list(first.get_ydata()) == [1.0, 0.5] and list(second.get_ydata()) == [2.0, 3.0]
-    assert list(third.get_ydata()) == [4.0, 5.0] and list(second.get_xdata()) == [8, 32]
-    assert list(first.get_xdata()) == pytest.approx([8, 32], rel=0.07)
-    assert all(
-        first < second < third
-        for first, second, third in zip(*(each.get_xdata() for each in (first, second, third)), strict=True)
-    )
+    cases = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [line.get_marker() for line in cases] == ["D", "o"] * 3
+    assert [[*line.get_ydata()] for line in cases] == [[1.0], [0.5], [2.0], [3.0], [4.0], [5.0]]
+    assert len({line.get_color() for line in cases}) == 3
+    assert cases[0].get_color() == cases[1].get_color()
+    for hosts, own in ((8, cases[::2]), (32, cases[1::2])):
+        places = [line.get_xdata()[0] for line in own]
+        assert places == sorted(places) and places[1] == hosts
+        assert places == pytest.approx([hosts] * 3, rel=0.07)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["as it is", "slower", "far", "A", "B"]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "32"]
     assert (ax.patches[0].get_y(), ax.patches[0].get_height()) == pytest.approx((0.8, 0.45))

@@ -307,10 +307,15 @@ def test_hsdp_gathers_inside_its_groups_and_holds_as_much_as_one_of_them():
     )
     assert groups.peak_memory_bytes() == alone.peak_memory_bytes() > whole.peak_memory_bytes()
     hosts = get_hardware("a100-8x", cards=1)
-    within, beside = (setup.estimate_step(hosts).time.communication_s for setup in (alone, groups))
+    alone_bars, bars = (setup.estimate_step(hosts).time.bars for setup in (alone, groups))
+    within, beside = (sum(bar.dur_s for bar in each if bar.stream != "compute") for each in (alone_bars, bars))
     units = [LLAMA_2_7B.root_parameters, *[LLAMA_2_7B.block_parameters] * LLAMA_2_7B.layers]
     sums = [collective_s("all_reduce", 4 * unit / 8, Group(16, 16), hosts) for unit in units]
     assert beside - within == pytest.approx(sum(sums)), "between hosts a shard is summed, and nothing is gathered"
+    summing = [bar for bar in bars if bar.name.startswith("all_reduce")]
+    assert {bar.stream for bar in summing} == {"replicate"}, "a sum does not hold up the next gather"
+    gathers = [bar for bar in bars if bar.name.startswith("all_gather")]
+    assert any(one.start_s < other.start_s < one.end_s for one in summing for other in gathers)
 
 
 def test_published_memory_is_what_tensors_take_and_what_the_allocator_keeps_beside():

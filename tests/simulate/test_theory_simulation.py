@@ -10,6 +10,7 @@ from labkit_simulate.theory.reference_results import (
     TORCHTITAN_TENSOR_RESULTS,
     VTRAIN_RESULTS,
     estimated_over_published,
+    published_by,
 )
 from labkit_simulate.theory.step_time import UnitTimes, fsdp_tasks, schedule_tasks
 
@@ -80,6 +81,14 @@ def test_each_published_row_but_the_fitted_one_has_its_ratio_and_slower_links_ra
     row = IBM_RESULTS[1]
     assert ratios[1] == (row.training.ranks // 8, pytest.approx(row.tokens_per_s / row.estimate_step().tokens_per_s))
     assert all(quick[1] < slow[1] for quick, slow in zip(ratios, slower, strict=True))
+
+
+def test_each_row_has_its_publisher():
+    for fitted, vtrain in ((True, 22), (False, 17)):
+        sources, rows = published_by(fitted=fitted), estimated_over_published(fitted=fitted)
+        assert len(sources) == len(rows) and sources.count("vTrain") == vtrain
+        hosts = {source: {at for by, (at, _) in zip(sources, rows, strict=True) if by == source} for source in sources}
+        assert hosts == {"IBM": {12, 16}, "vTrain": {8}, "torchtitan": {8, 32}}
 
 
 def test_a_published_row_is_estimated_with_the_latency_that_is_asked_for():
