@@ -552,7 +552,8 @@ steps_ms.rename_axis("shard_over, ms").round(1)
 # So compare ways on the same network. A way is **out** if another is nowhere slower by more than a margin, and
 # somewhere quicker by more.
 #
-# Which margin? Errors that both ways share cancel, but nobody measured how much they share. Try up to 20 %. The last column continues the steps to all 32 blocks, each as long as the one before.
+# Which margin? Errors that both ways share cancel, but nobody measured how much they share. Try up to 20 %. The last
+# column continues the steps to all 32 blocks, each as long as the one before.
 
 # %%
 still_in = {
@@ -599,8 +600,8 @@ claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], whe
 # ## 7. Defend a choice ({minutes} minutes)
 #
 # A company wants all 32 blocks trained for a million steps of 1536 sequences, with 2048 tokens each. A provider asks 3
-# dollars for the hour of a GPU in a cluster of 384, 2.50 with 512, 2 with 768 and 1.20 with 1536. It does not name the network: a *quick* one has 14 µs and a card for each GPU, a *slow* one 434 µs and one card for each host. They
-# write:
+# dollars for the hour of a GPU in a cluster of 384, 2.50 with 512, 2 with 768 and 1.20 with 1536. It does not name the
+# network: a *quick* one has 14 µs and a card for each GPU, a *slow* one 434 µs and one card for each host. They write:
 #
 # > It must be over in 18 days. If no plan can promise that, tell us so. Beyond that only the bill counts.
 #
