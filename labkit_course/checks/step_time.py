@@ -182,7 +182,8 @@ def telling_plans() -> Sequence[Plans]:
 
     One plan of each is the cheapest, and late.
     """
-    draw, found = random.Random(6), []
+    draw = random.Random(6)
+    found: list[Plans] = []
     while len(found) < 12:
         count = 2 + len(found) % 2
         plans = {}
@@ -213,8 +214,10 @@ def choose(answer: Callable[..., Any]) -> Verdict:
             expect(found == question.right, said, right, question.hint)
     rule = _rule_of(answer)
     name = _chosen(answer, rental_plans(), DEADLINE_DAYS)
-    right = rented(rule, rental_plans(), DEADLINE_DAYS)
-    expect(name == right, f"of the real plans it rents {name}, by another rule than before", right)
+    wanted = rented(rule, rental_plans(), DEADLINE_DAYS)
+    expect(
+        name == wanted, f"of the real plans it rents {name}, by another rule than before", wanted
+    )
     reason = (getattr(answer, "__doc__", "") or "").strip()
     hint = "One sentence in quotes, as the first line of the function: why is this right for them?"
     expect(bool(reason), "your rule works, and does not say why it is right", hint=hint)
