@@ -169,7 +169,7 @@ try:
     labkit.simulate(CLIPS, world_size=RANKS)
 except labkit.RankFailed as error:
     refused = error.message
-    print(refused)
+    print(refused.removeprefix(f"{CLIPS.parent}/"))
 
 # %% [markdown]
 # *Computing with tensors is no problem, and asking for a value is*, because a simulated tensor has none.
