@@ -244,9 +244,8 @@ def _small_plan() -> SmallPlan:
     most = max(rows, key=lambda key: rows[key][2])
     budget_gib = rows[most][0] / ((1 + USABLE) / 2)
     fitting = [key for key in rows if rows[key][0] <= USABLE * budget_gib]
-    right, right_elsewhere = (
-        max(fitting, key=lambda key, figures=each: figures[key][2]) for each in (rows, elsewhere)
-    )
+    right = max(fitting, key=lambda key: rows[key][2])
+    right_elsewhere = max(fitting, key=lambda key: elsewhere[key][2])
     return SmallPlan(rows, right, right_elsewhere, budget_gib)
 
 
