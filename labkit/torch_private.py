@@ -163,6 +163,7 @@ torch.distributed.elastic.multiprocessing.api
 
 [session] which collectives hang, where a run is stopped
 torch._C._distributed_c10d:_dump_fr_trace_json: torch's flight recorder
+torch._C._distributed_c10d:_dump_fr_trace: the same with lines of code, for lab 7
 
 [session] emulated links, where inductor joins gathers: lab 4c
 torch._C._distributed_c10d

@@ -772,13 +772,13 @@ with model.no_sync():
 report(alpha_ms=alpha_ms, many_ms=many_ms, exposed_ms=step_ms - silent_ms, silent_ms=silent_ms)
 report(cpu_ms=cpu_ms, silent_cpu_ms=silent_cpu_ms)
 if dist.get_rank() == 0:
-    print(f"alpha {alpha_ms:.2f} ms, beta {many_ms / 32:.2f} ms for each MiB")
     print(f"step {step_ms:.0f} ms, in no_sync {silent_ms:.0f}: exposed {step_ms - silent_ms:.0f}")
     print(f"CPU time {cpu_ms:.0f} ms, in no_sync {silent_cpu_ms:.0f}: sending {cpu_ms - silent_cpu_ms:.0f}")
 
 # %% tags=["nbval-ignore-output"]
 cpu = on_cpu.ranks[0].reported  # what does your formula say, with this alpha and beta, and your plan for 8 MiB?
 cores = {"dim": 1024, "layers": 8, "alpha_ms": cpu["alpha_ms"], "bytes_ms": cpu["many_ms"]}
+print(f"alpha {cpu['alpha_ms']:.2f} ms, beta {cpu['many_ms'] / 32:.2f} ms for each MiB")
 cores["backward_ms"] = 2 / 3 * cpu["silent_ms"]  # the forward pass has half as many multiplications
 last_ms, all_sent_ms = [backward_ms(cores, mb) - cores["backward_ms"] for mb in (8, 100)]
 print(

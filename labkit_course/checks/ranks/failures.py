@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit import torch_private
 from labkit.session.counted_group import GroupTraffic
 
 
@@ -72,9 +73,8 @@ def recorded_calls() -> list[list[Any]]:
 
     The list is empty where torch keeps no record of gloo's calls.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     calls = []
-    for entry in pickle.loads(dump()).get("entries", []) if dump else []:
+    for entry in pickle.loads(torch_private.dump_fr_trace()).get("entries", []):
         lines = [frame["line"] for frame in entry["frames"] if frame["filename"] == "<cell>"]
         calls.append([entry["profiling_name"], str(entry["input_sizes"][0]), (lines or [0])[0]])
     return calls
