@@ -194,6 +194,7 @@ torch.distributed._tools.mem_tracker
 torch.distributed._tools.fsdp2_mem_tracker
     FSDPMemTracker: knows the categories of FSDP2
     FSDPMemTracker._fsdp_state_pre_forward: replaced: a model may run several times in one step
+    FSDPMemTracker._fsdp_state_post_forward: replaced: the last module of a unit ends it
 torch.distributed._functional_collectives
     AsyncCollectiveTensor: with it DTensor waits for its collectives
     AsyncCollectiveTensor.wait AsyncCollectiveTensor.trigger_wait: replaced as Work.wait

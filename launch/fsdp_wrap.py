@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -37,8 +38,8 @@ from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, choose_block_types, fsdp_units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 
-# Options that a learner's own FSDP does not have.
-NOT_IN_SMALL_FSDP = (
+# Options that a learner's own FSDP does not have, nor units that a learner makes.
+NOT_WITH_YOURS = (
     *("forget", "reshard_after_forward", "prefetch"),
     *("checkpointing", "precision", "timeline"),
 )
@@ -52,9 +53,13 @@ class Config:
     """Sizes: small runs on any machine; paper, for GPUs, has the sizes that small imitates."""
     model: catalog.ModelName = "toy"
     """The model to train; hf_bert and hf_t5 need transformers."""
-    wrap: Literal["none", "root", "block", "layer", "yours"] = "block"
+    wrap: Literal["none", "root", "block", "layer", "limit", "yours"] = "block"
     """Units: none (every rank holds all), the whole model, each block of the model, each layer that
-    owns parameters, or those that is_unit of use= chooses (yours).
+    owns parameters, blocks in a row up to a limit, or those that is_unit of use= chooses (yours).
+    """
+    limit: PositiveInt | None = None
+    """Bytes of parameters that a unit gathers at most, for wrap limit; make_units of use= may make
+    the units.
     """
     fsdp: Literal[1, 2, "yours"] = 2
     """FullyShardedDataParallel (1) or fully_shard (2); yours is small_fsdp of use=."""
@@ -99,9 +104,7 @@ class Config:
 
     def conflicts(self, world_size: int) -> Iterator[str]:
         """Yield a message for each choice of options that cannot work."""
-        others = [
-            name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)
-        ]
+        others = [name for name in NOT_WITH_YOURS if getattr(self, name) != getattr(Config, name)]
         others += ["model moe"] if self.model == "moe" else []
         others += ["wrap none"] if self.wrap == "none" else []
         if self.fsdp == "yours" and others:
@@ -109,6 +112,12 @@ class Config:
                 f"{' and '.join(others)} is not for fsdp yours, which shards units of shared"
                 " parameters, trained in float32: use fsdp 2, or leave it out"
             )
+        if (self.wrap == "limit") != (self.limit is not None):
+            told = f"wrap is {self.wrap!r}, and limit is {self.limit}"
+            yield f"{told}: wrap limit needs a limit, and no other has one"
+        if self.wrap == "limit" and (self.fsdp != 2 or others):
+            told = " and ".join([*others, f"fsdp {self.fsdp}"])
+            yield f"wrap limit trains with fsdp 2 and no other options, not {told}: leave them out"
         if self.wrap == "none" and self.precision in ("bf16", "fp16"):
             yield f"wrap none has no unit that could gather in {self.precision}: use wrap block"
         if self.forget is not None and self.wrap != "block":
@@ -126,6 +135,18 @@ class Config:
 def is_unit(module: nn.Module) -> bool:
     """Say whether FSDP gathers this module's parameters together; asked of all but the root."""
     return type(module).__name__ == "Linear"
+
+
+@rank.replaceable
+def make_units(blocks: Sequence[nn.Module], mesh: DeviceMesh, limit: int) -> None:
+    """Make the fewest units of consecutive blocks that gather at most ``limit`` bytes each."""
+    unit: list[nn.Module] = []
+    for block in blocks:
+        if unit and sum(p.nbytes for each in [*unit, block] for p in each.parameters()) > limit:
+            fully_shard(unit, mesh=mesh)
+            unit = []
+        unit.append(block)
+    fully_shard(unit, mesh=mesh)
 
 
 @rank.replaceable
@@ -186,6 +207,11 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         units = fsdp_units(lab, block_types) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
+    if config.wrap == "limit":
+        assert config.limit, "validate asks for it"
+        make_units(find_blocks(lab, lab.block_types), mesh["data"], config.limit)
+        fully_shard(lab, mesh=mesh["data"])
+        return lab, {}
     # Last, because what FSDP shards must not be replaced or rounded any more.
     skip = forgotten_blocks(config, lab, lab.block_types)
     names = ("wrap", "fsdp", "precision", "reshard_after_forward")

@@ -2,6 +2,7 @@
 what theory says.
 """
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -186,6 +187,22 @@ def test_traffic_and_memory_are_what_theory_says(runs, model, wrap, sizes, ranks
     assert result.value("peak_total_bytes") == pytest.approx(peak["total"], rel=0.05)
     parts = sum(result.value(f"peak_{name}_bytes") for name in ("parameter", "optstate"))
     assert parts == peak["parameter"] + peak["optstate"]
+
+
+def test_several_blocks_in_one_unit_are_gathered_and_measured_together():
+    """torch's memory tracker hooks each module, and would end the unit with the first of them."""
+    how = {"model": "mlp_stack", "dim": 64, "layers": 4, "batch": 8, "steps": 1}
+    layers = theory.mlp_stack_layers("block", 64, 4)
+    sizes = [full for _, full in theory.unit_bytes(layers, 2).values()]
+    pairs = [dataclasses.replace(layer, unit=str(place // 4)) for place, layer in enumerate(layers)]
+    limited = {"wrap": "limit", "limit": max(sizes[0] + sizes[1], sizes[2] + sizes[3])}
+    result, checked = run_cells("fsdp_wrap", 2, [how | limited, how | limited | {"check": "parity"}])
+    exact = theory.step_collectives(pairs, 2) | theory.resident_bytes(pairs, 2)
+    assert exact["all_gather_count"] == 4
+    assert {name: result.value(name) for name in exact} == exact
+    peak = theory.fsdp_step_peak(pairs, 8 * 8, 2)["total"]
+    assert result.value("peak_total_bytes") == pytest.approx(peak, rel=0.05)
+    assert checked.value("ok") == 1
 
 
 def test_a_skipped_block_costs_one_gather_less(runs):

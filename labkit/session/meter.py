@@ -283,6 +283,11 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(
         tracker, watch(unit, begin), unit
     )
+    # torch's tracker hooks each module of a unit, and would end the unit with the first of them.
+    finish = tracker._fsdp_state_post_forward
+    tracker._fsdp_state_post_forward = lambda unit, end: finish(
+        unit, end if unit is unit._get_fsdp_state()._modules[-1] else lambda _, __, output: output
+    )
     return tracker
 
 

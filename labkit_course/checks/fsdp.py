@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import linecache
 import textwrap
 from collections.abc import Callable, Sequence
@@ -250,36 +251,50 @@ def _judge_gradient(
 
 
 @exercise
-def prefetch(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 5: start each block's gather while the block before computes, on real ranks.
-
-    The blocks compute in another order than that of the list that the answer gets.
-    """
+def make_units(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 5: make the fewest units that gather no more than a limit, on real ranks."""
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        order = ranks_fsdp.BLOCK_ORDERS[ranks]
-        # FSDP itself gathers the first block, when the pass begins.
-        right = [order[:2], *([place] for place in order[2:]), []]
-        # The first step shows the order, and need not prefetch.
-        for step, asked in enumerate(sent["asked"][1:], start=2):
-            for (place, gathers), following in zip(asked, right, strict=True):
-                said = f"in step {step}, just before block {place} computes, blocks begin to be"
-                said += f" gathered: {_places_text(gathers)}"
-                wanted = [*following]
-                hint = "Each block starts the gather of the one that computes next, and no other."
-                if not following:
-                    hint = "It is the last block: nothing computes after it in this pass."
-                elif following[-1] not in gathers and place + 1 in gathers:
-                    hint = "The list has another order than the forward pass: note that in a hook."
-                judge.expect(gathers == wanted, said, _places_text(wanted), hint)
+        if left := sent["left"]:
+            said = f"block {left[0]} is in no unit, so that the root would gather it"
+            raise judge.WrongAnswer(said, hint="Is the last list of blocks made a unit, too?")
+        sizes, gathered, limit = sent["sizes"], sent["gathered"], sent["limit"]
+        said = f"the units gather {_numbers_text(gathered)} bytes"
+        hint = f"The blocks have {_numbers_text(sizes)}, in the order in which they compute."
+        ends = list(itertools.accumulate(sizes))
+        together = {*itertools.accumulate(gathered)} <= {*ends} and sum(gathered) == ends[-1]
+        follow = "sums of blocks that follow one another, each block in one unit"
+        judge.expect(together, said, follow, hint)
+        large = [size for size in gathered if size > limit and size not in sizes]
+        hint = "Begin another unit before the block with which this one would be too large."
+        judge.expect(not large, f"{said}, and the limit is {limit:,}", f"at most {limit:,}", hint)
+        fewest = _fewest_units(sizes, limit)
+        said = f"{said}: {len(gathered)} units, with a limit of {limit:,}"
+        hint = "A unit may gather as much as the limit, and has room for a block that just fits."
+        judge.expect(len(gathered) == fewest, said, fewest, hint)
+        calls = {"all_gather": [2 * fewest, 2 * sum(sizes) // ranks]}
+        calls["reduce_scatter"] = [fewest, sum(sizes)]
+        hint = "Units are gathered for each of both passes, and reduced once."
+        expect_traffic(sent["sent"], calls, "the units are right, but a step sends", hint)
+        where = f"on rank {index}, the output is"
+        hint = "The units must leave the parameters as they are."
+        right, other = sent["right"], "another than one device's"
+        judge.expect_close(sent["output"], right, where, {}, other, hint=hint, **TOLERANCES)
 
-    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="prefetch")
-    return judge.passing_verdict(f"on {SIZES_TEXT} ranks each gather starts one block ahead")
+    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="units")
+    return judge.passing_verdict(f"the fewest units below the limit, on {SIZES_TEXT} ranks")
 
 
-def _places_text(places: Sequence[int]) -> str:
-    """Name blocks by their places in the list; -1 stands for a call that gathers no block."""
-    return " and ".join(map(str, places)).replace("-1", "something else") or "none"
+def _fewest_units(sizes: Sequence[int], limit: int) -> int:
+    units, filled = 0, limit
+    for size in sizes:
+        # A larger block is a unit by itself, and leaves no room for the next.
+        units, filled = (units, filled + size) if filled + size <= limit else (units + 1, size)
+    return units
+
+
+def _numbers_text(numbers: Sequence[int]) -> str:
+    return ", ".join(f"{number:,}" for number in numbers)
 
 
 def sums_divided_wrongly(mean: Tensor, ranks: int) -> dict[str, Tensor]:

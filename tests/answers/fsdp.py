@@ -159,22 +159,36 @@ EXERCISES = [
     ),
     Exercise(
         "2.5",
-        "prefetch",
-        checks.prefetch,
+        "make_units",
+        checks.make_units,
         {
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 3": (
-                "for place in range(len(blocks) - 1):\n"
-                "    blocks[place].set_modules_to_forward_prefetch([blocks[place + 1]])"
+            "block 9 is in no unit, so that the root would gather it": changed(
+                "make_units", ("    unit.append(block)\nfully_shard(unit, mesh=mesh)", "    unit.append(block)")
             ),
-            "in step 2, just before block 1 computes, blocks begin to be gathered: 2": changed(
-                "prefetch", ("if block not in seen:", "if True:")
+            "the units gather 336, 336, 336, 336, 1,584, 648, 960, 648, 336, 960 bytes: 10 units": (
+                "for block in blocks:\n    fully_shard(block, mesh=mesh)"
             ),
-            "in step 2, just before block 2 computes, blocks begin to be gathered: 2 and 0 and 1 and 3": (
-                "for block in blocks:\n    block.set_modules_to_forward_prefetch(blocks)"
+            "the units gather 6,480 bytes, and the limit is 1,344": "fully_shard(blocks, mesh=mesh)",
+            "the units gather 1,008, 336, 1,584, 648, 960, 984, 960 bytes: 7 units": changed(
+                "make_units", ("> limit", ">= limit")
             ),
-            "right on 2 ranks, but with 3 ranks: in step 2, just before block 1 computes, blocks begin": (
-                "for block, following in ((2, 0), (0, 3), (3, 1)):\n"
-                "    blocks[block].set_modules_to_forward_prefetch([blocks[following]])"
+            "the units gather 1,344, 1,584, 1,296, 960, 1,296 bytes": (
+                "for places in ((0, 1, 2, 3), (4,), (5, 7), (6,), (8, 9)):\n"
+                "    fully_shard([blocks[place] for place in places], mesh=mesh)"
+            ),
+            "right on 2 ranks, but with 3 ranks: the units gather ": changed(
+                "make_units", ("> limit", "> limit * dist.get_world_size() // 2")
+            ),
+            "the units are right, but a step sends 6 all_gather calls": changed(
+                "make_units",
+                (
+                    "unit.append(block)\nfully_shard(unit, mesh=mesh)",
+                    "unit.append(block)\nfully_shard(unit, mesh=mesh, reshard_after_forward=False)",
+                ),
+                (
+                    "        fully_shard(unit, mesh=mesh)",
+                    "        fully_shard(unit, mesh=mesh, reshard_after_forward=False)",
+                ),
             ),
         },
     ),

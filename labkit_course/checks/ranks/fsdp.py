@@ -4,8 +4,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +21,14 @@ from torch.nn import functional
 from labkit.models.moe import MixtureOfExperts
 from labkit.parallel.safe_checkpoint import METADATA_FILE
 from labkit.parallel.small_fsdp import flatten_tensors, gather_and_free, shard_parameters
-from labkit.session import counted_group
-from labkit.session.counted_group import GroupCall, GroupTraffic
+from labkit.session.counted_group import GroupTraffic
 
 WIDTH, INNER, ROWS, RATE = 4, (5, 4), 3, 0.1
 # Ranks that share the parameters of a language model, and its sizes, which they divide.
 GROUP, WORDS, FEATURES, BLOCKS, TOKENS = 2, 12, 8, 3, 6
-# Blocks whose gathers are watched: their width, and the order in which they compute, by ranks.
-BLOCK_WIDTH, BLOCK_ORDERS, PREFETCH_STEPS = 6, {2: (2, 0, 3, 1), 3: (1, 3, 0, 2)}, 3
+# Blocks to make units of, and the bytes of parameters that a unit may gather. Four of the smallest
+# have exactly so many, and the widest has more. 2 and 3 ranks share every parameter evenly.
+BLOCK_WIDTH, BLOCK_INNER, UNIT_LIMIT = 6, (6, 6, 6, 6, 30, 12, 18, 12, 6, 18), 1344
 
 
 def run_answer(
@@ -37,7 +36,7 @@ def run_answer(
 ) -> dict[str, Any]:
     """Return results of ``run_sharding`` for "shard", of ``run_units`` for "gather" or "reduce".
 
-    For "wrap" they are those of ``run_wrapping``, for "prefetch" those of ``run_prefetch``, for
+    For "wrap" they are those of ``run_wrapping``, for "units" those of ``run_grouping``, for
     "save" and "load" those of ``run_saving`` and ``run_loading``.
 
     For "experts" return the ``gradients`` that the answer leaves, and calls and bytes ``sent``, by
@@ -49,8 +48,8 @@ def run_answer(
         return run_units(answer, what)
     if what == "wrap":
         return run_wrapping(answer)
-    if what == "prefetch":
-        return run_prefetch(answer)
+    if what == "units":
+        return run_grouping(answer)
     if what == "save":
         return run_saving(answer, folder)
     if what == "load":
@@ -272,64 +271,37 @@ def run_wrapping(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
     return found
 
 
-class OtherOrder(nn.Module):
-    """Blocks of different sizes, which compute in another order than that of their list."""
+def run_grouping(answer: Callable[[list[nn.Module], Any, int], Any]) -> dict[str, Any]:
+    """Let the answer make units of blocks, and train one step.
 
-    def __init__(self, order: Sequence[int]):
-        super().__init__()
-        # A multiple of 2 and 3 ranks, which then share every parameter evenly.
-        inner = [BLOCK_WIDTH * (place + 1) for place in range(len(order))]
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(BLOCK_WIDTH, each), nn.Linear(each, BLOCK_WIDTH))
-            for each in inner
-        )
-        self.order = order
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Run the blocks in their order."""
-        for place in self.order:
-            inputs = self.blocks[place](inputs)
-        return inputs
-
-
-def run_prefetch(answer: Callable[[list[nn.Module]], Any]) -> dict[str, Any]:
-    """Let the answer prefetch blocks that FSDP has sharded, and train ``PREFETCH_STEPS`` steps.
-
-    Return what was ``asked`` for in each step's forward pass: for every block, in the order in
-    which they compute, its place in the list and the places of those whose gathers start before it
-    computes.
+    Return the blocks that it ``left`` out and, if there are none, the ``sizes`` of the blocks in
+    bytes, the ``limit`` of a unit, bytes ``gathered`` by each all-gather of the forward pass, calls
+    and bytes ``sent`` by the whole step, and the ``output`` beside one device's, ``right``.
     """
     warnings.filterwarnings("ignore", message=".*(is deprecated|returned a view tensor)")
     ranks = dist.get_world_size()
-    model = OtherOrder(BLOCK_ORDERS[ranks])
-    blocks: list[nn.Module] = [*model.blocks]
-    # No two blocks hand over the same bytes, which tell whose gather it is.
-    places = {sum(p.nbytes for p in each.parameters()) // ranks: i for i, each in enumerate(blocks)}
-    mesh = init_device_mesh("cpu", (ranks,))
-    for unit in (*blocks, model):
-        fully_shard(unit, mesh=mesh)
-    answer([*blocks])
-    started: list[int] = []
-    asked: list[list[list[Any]]] = []
-
-    def note_block(place: int, *_: Any) -> None:
-        asked[-1].append([place, [*started]])
-        started.clear()
-
-    def note_call(call: GroupCall) -> None:
-        started.append(places.get(call.bytes, -1))
-
-    # After the answer's hooks, so that what they ask for counts as well.
-    for place, block in enumerate(blocks):
-        block.register_forward_pre_hook(partial(note_block, place))
-    for _ in range(PREFETCH_STEPS):
-        asked.append([])
-        started.clear()
-        with mock.patch.object(counted_group, "listeners", [note_call]):
-            output = model(torch.ones(ROWS, BLOCK_WIDTH))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(BLOCK_WIDTH, inner), nn.Linear(inner, BLOCK_WIDTH))
+                for inner in BLOCK_INNER
+            )
+        )
+    inputs, mesh = torch.ones(ROWS, BLOCK_WIDTH), init_device_mesh("cpu", (ranks,))
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in model]
+    right = model(inputs).detach()
+    answer([*model], mesh, UNIT_LIMIT)
+    sharded = [all(isinstance(p, DTensor) for p in block.parameters()) for block in model]
+    if left := [place for place, whole in enumerate(sharded) if not whole]:
+        return {"left": left}
+    fully_shard(model, mesh=mesh)
+    with GroupTraffic() as traffic:
+        output = model(inputs)
+        forward = [call.bytes * ranks for call in traffic.calls() if call.name == "all_gather"]
         output.sum().backward()
-        model.zero_grad()
-    return {"asked": asked}
+    found = {"left": [], "sizes": sizes, "limit": UNIT_LIMIT, "gathered": forward}
+    return found | {"sent": traffic.totals(), "output": output.detach(), "right": right}
 
 
 def training_model(seed: int) -> nn.Sequential:
