@@ -256,7 +256,7 @@ def make_units(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         if left := sent["left"]:
-            said = f"block {left[0]} is in no unit, so that the root would gather it"
+            said = f"the root gathers block {left[0]}, which you left out"
             raise judge.WrongAnswer(said, hint="Is the last list of blocks made a unit, too?")
         sizes, gathered, limit = sent["sizes"], sent["gathered"], sent["limit"]
         said = f"the units gather {_numbers_text(gathered)} bytes"

@@ -162,7 +162,7 @@ EXERCISES = [
         "make_units",
         checks.make_units,
         {
-            "block 9 is in no unit, so that the root would gather it": changed(
+            "the root gathers block 9, which you left out": changed(
                 "make_units", ("    unit.append(block)\nfully_shard(unit, mesh=mesh)", "    unit.append(block)")
             ),
             "the units gather 336, 336, 336, 336, 1,584, 648, 960, 648, 336, 960 bytes: 10 units": (
