@@ -549,7 +549,7 @@ claim("8 of 36,864 bytes", predicted == {"send_count": 8, "send_bytes": 8 * 36_8
 # <details><summary>In your own network</summary>
 #
 # Set `conv.padding = (conv.padding[0], 0)`, call `conv(HaloExchange.apply(x, 3, rank, ranks))`, and take the mean over
-# the image as in section 2. Stochastic depth, and dropout after the mean, must draw the same random numbers on all ranks,
+# the image as in section 2. Sum every gradient over the ranks (exercise 5). Stochastic depth, and dropout after the mean, must draw the same random numbers on all ranks,
 # and dropout of single pixels different ones. Pooling that overlaps and the statistics of a batch norm need an exchange of their own.
 #
 # `labkit/parallel/halo.py` does the same on any axis of a mesh.
@@ -818,7 +818,7 @@ claim("the small image over network cards loses", won == [True, False, True, Tru
 # |---|---|
 # |activations do not fit|checkpoint first, and cut the image where that is not enough|
 # |images fit, and are at least as many as the ranks|give each rank images of its own|
-# |devices are far from each other|do not cut between them, since each block waits for the halos|
+# |the image is small, or the cards are slow|do not cut: summing the gradients may cost more than strips save|
 # |you wrap a cut network in DDP|stop: it averages gradients that must be summed|
 #
 # **Ask yourself**

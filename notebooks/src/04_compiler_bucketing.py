@@ -639,7 +639,7 @@ claim("where ranks are far apart, 25 MiB wins", fastest["far"] == "25 MiB")
 # The emulated wire waits by the same alpha and beta that your formula has. So the agreement tests the schedule, which
 # bucket starts when, and says nothing about a real wire (section 7).
 #
-# The smallest bucket whose messages still keep up with the backward pass is about the best, and 04b has its formula.
+# Where the backward pass fills many buckets, the smallest that keeps up with it is about the best; 4b has its formula.
 #
 # ### Exercise 5: which bucket is late? (•, {minutes} minutes)
 #
@@ -647,7 +647,7 @@ claim("where ranks are far apart, 25 MiB wins", fastest["far"] == "25 MiB")
 # two questions about each line:
 #
 # - Which bucket keeps the wire waiting longest, while gradients are ready? None, if no bucket does.
-# - Which `bucket_cap_mb`, for all buckets, mends it, to within 2 % of the shortest pass? None, if no size gains as much.
+# - Which `bucket_cap_mb`, for all buckets, ends the pass within 2 % of the shortest? None, if the drawn one does.
 #
 # <details><summary>Hint 1</summary>
 #

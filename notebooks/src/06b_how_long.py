@@ -732,8 +732,8 @@ for batch in (1, 2, 4):
 table.rename_axis("latency, µs")
 
 # %% [markdown]
-# *All three latencies survive.* Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 with more
-# than 8192.
+# *None of the three is ruled out.* Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 at best
+# with more than 8192.
 #
 # Until somebody reads which it was, nothing tests the guess.
 #
