@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.tensors import TwoTensor
+from labkit.theory import extensions as theory
 from labkit.torch_private import foreach_mul
 from labkit_course.checks import judge
 from labkit_course.checks.extensions import TOLERANCES, WAIT_HINT, judge_codec, judge_hook
@@ -226,4 +227,4 @@ def halves(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
 @exercise
 def four_bit_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdict:
     """Exercise 6: a gather with at most 0.14 of float32's bytes, and 15 steps a row."""
-    return judge_codec(encode, decode, 0.14, "int4", by_row=True)
+    return judge_codec(encode, decode, 0.14, theory.rounding_error("int4"), by_row=True)
