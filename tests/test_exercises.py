@@ -143,7 +143,6 @@ def test_exercises_on_ranks_have_an_answer_that_is_right_on_one_number_of_ranks(
             "1.2",
             "1.3",
             "1.4",
-            "1.5",
             "1b.4",
             "1b.5",
             "2.2",

@@ -76,6 +76,16 @@ def gradient_after_assignment():
     return int(row.grad[0, 0, 3])
 
 
+def columns_before_the_strip():
+    """Of the image, that a strip's features depend on: a layer that makes one column of four, and two blocks."""
+    row = torch.zeros(1, 1, 80, requires_grad=True)
+    features = torch.nn.functional.conv1d(row, torch.ones(1, 1, 4), stride=4)
+    for _ in range(2):
+        features = torch.nn.functional.conv1d(features, torch.ones(1, 1, 5), padding=2)
+    features[..., 10:].sum().backward()
+    return 40 - int(row.grad[0, 0].nonzero()[0])
+
+
 def forward_ms(blocks, gather, compute):
     """Each gather begins when the one before has ended; each block computes once it is gathered."""
     end = 0
@@ -90,7 +100,7 @@ def test_numbers_in_the_key_are_those_that_one_computes(questions, keys):
     right = {
         1: str(int(ranks.sum(0)[1])),
         7: str(min((1, 2, 4, 8), key=lambda n: 120 / n + 2 * (n - 1) * 10)),
-        8: str(torch.zeros(2, 8, 16, 20)[..., : 5 // 2].numel() * 4),
+        8: str(columns_before_the_strip()),
         10: str(gradient_after_assignment()),
         14: str(round(sum(shared.values()) / 1e9)),
         15: str(next(n for n in range(1, 9) if 16 * 8 / n + 8 * 6.4 <= 80)),

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from labkit.theory import spatial
+from labkit_course import strips_cost
 from labkit_course.checks import judge
-from labkit_course.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
+from labkit_course.checks.judge import Verdict, exercise, expect, passing_verdict
 from labkit_course.checks.on_ranks import judge_on_ranks
 from labkit_course.checks.ranks.spatial import HALO, rank_tasks
 from labkit_course.checks.traffic import Totals, traffic_text
@@ -27,22 +28,23 @@ TOLERANCES = {"rtol": 1e-5, "atol": 1e-8}
 
 
 @exercise
-def halo_bytes(answer: Callable[..., int]) -> Verdict:
-    """Bytes to one neighbour before a convolution, by rows, kernel, channels, batch, dilation."""
+def extra_columns(answer: Callable[..., int]) -> Verdict:
+    """Columns of the image that a strip needs on each side to send no halo, by depths, kernel."""
 
-    def right_bytes(rows: int, kernel: int, channels: int, batch: int, dilation: int) -> int:
-        halo = dilation * (kernel - 1) // 2
-        return spatial.halo_bytes(rows=rows, halo=halo, channels=channels, batch=batch)
+    def right_columns(depths: list[int], kernel: int) -> int:
+        return sum(
+            blocks * (kernel - 1) // 2 * spatial.total_stride(depths[: stage + 1])
+            for stage, blocks in enumerate(depths)
+        )
 
-    hint = "How far from the kernel's centre is its last column? A float32 number has 4 bytes."
     cases = [
-        (1, 3, 1, 1, 1),
-        (32, 7, 32, 2, 1),
-        (16, 1, 64, 8, 1),
-        (1, 3, 1, 1, 2),
-        (16, 5, 64, 2, 3),
+        ([1], 7, "The kernel looks at 3 columns on each side. How wide is one, in the image?"),
+        ([2], 7, "What the second block needs at its edge, the first one must have computed."),
+        ([1, 1], 7, "A column in the second stage stands for 8 columns of the image."),
+        ([1, 2], 5, "The kernel decides how far a block looks."),
+        ([3, 3, 27, 3], 7, "Add up all blocks, each with the columns that its stage has."),
     ]
-    return judge.judge_cases(answer, right_bytes, [(*case, hint) for case in cases])
+    return judge.judge_cases(answer, right_columns, cases)
 
 
 @exercise
@@ -69,36 +71,6 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
     judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
     return passing_verdict(f"equal to {PASSED_TEXT}")
-
-
-@exercise
-def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
-    """An autograd.Function that pads a strip and returns the halo's gradients, on real ranks."""
-    is_function = isinstance(answer, type) and issubclass(answer, torch.autograd.Function)
-    said = f"{value_text(answer)} is no torch.autograd.Function"
-    expect(is_function, said, hint="Hand over the class, by its name.")
-    # A class has no body that could be empty as a function's is.
-    if not {"forward", "backward"} & vars(answer).keys():
-        raise judge.NotAttempted
-
-    def judge_rank(ranks: int, index: int, output: dict[str, Any]) -> None:
-        judge_padding(ranks, index, output["got"])
-        hint = "The first value of backward is the gradient of forward's first argument."
-        expect(output["grad"] is not None, "the strip got no gradient", hint=hint)
-        _judge_gradient(ranks, index, output["grad"], "the strip's gradient: ")
-        _judge_traffic(ranks, index, output["sent"], passes=2)
-
-    each = "backward returns one value for each argument of forward, None for what has no gradient"
-    no_backward = "the padded strip has no backward pass: does forward return the padded strip?"
-    hints = {
-        "incorrect number of gradients": each,
-        "gradient for input": each,
-        "does not require grad": no_backward,
-        "must implement either the backward": "backward is missing, or has another name",
-        "non-static forward": "forward and backward are static: write @staticmethod above each",
-    }
-    judge_on_group(answer, judge=judge_rank, timeout_s=timeout_s, hints=hints, what="function")
-    return passing_verdict(f"forward and backward equal {PASSED_TEXT}")
 
 
 @exercise
@@ -130,10 +102,37 @@ def reduce_gradients(answer: Callable[..., Any], timeout_s: float = 30) -> Verdi
     return passing_verdict(said)
 
 
-def _judge_traffic(ranks: int, index: int, sent: Totals, *, passes: int = 1) -> None:
+@exercise
+def strips_seconds(answer: Callable[..., float]) -> Verdict:
+    """A step's time in strips, by the arguments of ``strips_cost.parts_s``."""
+
+    def right_seconds(
+        compute_s: float,
+        ranks: int,
+        blocks: int,
+        halo_bytes: int,
+        gradient_bytes: int,
+        latency_s: float,
+        bytes_per_s: float,
+    ) -> float:
+        link = latency_s, bytes_per_s
+        parts = strips_cost.parts_s(compute_s, ranks, blocks, halo_bytes, gradient_bytes, *link)
+        return sum(parts.values())
+
+    cases = [
+        (6.0, 4, 0, 0, 0, 0.0, 1e6, "Without messages, each rank only computes its share."),
+        (0.0, 4, 2, 500_000, 0, 0.0, 1e6, "To how many neighbours, and in how many passes?"),
+        (0.0, 4, 0, 0, 1_000_000, 0.0, 1e6, "A rank sends a quarter in each of 2 · 3 steps."),
+        (0.0, 4, 2, 0, 0, 0.1, 1e6, "8 halos, and two rings with 2 · 3 steps each."),
+        (6.0, 3, 5, 1000, 3_000_000, 0.2, 1e6, "Add up all parts."),
+    ]
+    return judge.judge_cases(answer, right_seconds, cases)
+
+
+def _judge_traffic(ranks: int, index: int, sent: Totals) -> None:
     # An answer that gathers the whole image has right numbers too, and no use.
     out = outgoing(sent)
-    messages = passes * ((index > 0) + (index < ranks - 1))
+    messages = (index > 0) + (index < ranks - 1)
     strip, _ = rank_tasks("forward", ranks)[index]
     halos = messages * strip[..., FIRST].nbytes
     calls, size = (sum(each) for each in zip(*out.values(), strict=True)) if out else (0, 0)
@@ -193,7 +192,7 @@ def _halo_fault(part: Tensor) -> str:
     return "all one" if bool((part == 1).all()) else "wrong"
 
 
-def _judge_gradient(ranks: int, index: int, found: Tensor | str, what: str = "") -> None:
+def _judge_gradient(ranks: int, index: int, found: Tensor | str) -> None:
     """Raise WrongAnswer, with the likely mistake, unless a rank's gradient is right."""
     work = rank_tasks("backward", ranks)
     padded, expected = work[index]
@@ -219,11 +218,11 @@ def _judge_gradient(ranks: int, index: int, found: Tensor | str, what: str = "")
             "this rank's own gradient plus that of the wrong neighbour": own_part + swapped,
             "with the halo's gradient added that should have been sent": own_part + kept,
         }
-        right, said = f"this rank's own gradient{more}", f"{what}the {side} {HALO} columns are"
+        right, said = f"this rank's own gradient{more}", f"the {side} {HALO} columns are"
         other = _halo_fault(part)
         how: dict[str, Any] = {"hint": hint, **TOLERANCES}
         judge.expect_close(part, expected[..., columns], said, likely, other, right, **how)
-    said = f"{what}the columns between are wrong"
+    said = "the columns between are wrong"
     expect(judge.is_tensor_close(got, expected), said, hint="Only the outer columns change.")
 
 

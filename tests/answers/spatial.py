@@ -1,8 +1,7 @@
 """Lab 1."""
 
-from answers import Exercise
+from answers import Exercise, changed
 from labkit_course.checks import spatial as checks
-from launch import convnext_spatial
 
 TRADE = """
 to_left, to_right = {left}.contiguous(), {right}.contiguous()
@@ -17,12 +16,6 @@ for handle in dist.batch_isend_irecv(messages):
 """
 OUT = TRADE.format(left="strip[..., :halo]", right="strip[..., -halo:]")
 HOME = TRADE.format(left="grad[..., :halo]", right="grad[..., -halo:]") + "own = grad[..., halo:-halo].clone()\n"
-FORWARD = """
-@staticmethod
-def forward(ctx, strip, halo, rank, ranks):
-    ctx.place = halo, rank, ranks
-    return exchange_halo(strip, halo, rank, ranks)
-"""
 PADDED = "return torch.cat([from_left, strip, from_right], dim=-1)"
 ADDED = "own[..., :halo] += from_left\nown[..., -halo:] += from_right\nreturn own"
 LAST_IS_3 = ("torch.zeros_like(to_right)", "0 * to_right if rank == 3 else to_right.clone()")
@@ -37,42 +30,25 @@ thread.start()
 thread.join()
 """
 """Sends what nobody needs, where only the process group sees it."""
-BACKWARD = """
-@staticmethod
-def backward(ctx, grad):
-    return return_gradients(grad, *ctx.place), None, None, None
-"""
-
-
-def with_earlier_answers(function_class):
-    """The check of exercise 1.4, whose answer uses those of 1.2 and 1.3, as it does in the notebook."""
-    for member in vars(function_class).values():
-        if isinstance(member, staticmethod):
-            earlier = {name: getattr(convnext_spatial, name) for name in ("exchange_halo", "return_gradients")}
-            member.__func__.__globals__.update(earlier)
-    return checks.halo_function(function_class)
-
-
 EXERCISES = [
     Exercise(
         "1.1",
-        "halo_bytes",
-        checks.halo_bytes,
+        "extra_columns",
+        checks.extra_columns,
         {
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=1) gave 1": (
-                "return rows * dilation * (kernel - 1) // 2 * channels * batch"
+            "extra_columns(depths=[1], kernel=7) gave 3": "return sum(depths) * (kernel // 2)",
+            "extra_columns(depths=[1, 1], kernel=7) gave 24": "return 4 * sum(depths) * (kernel // 2)",
+            "extra_columns(depths=[1], kernel=7) gave 24": (
+                "return sum(blocks * (kernel - 1) * 4 * 2**stage for stage, blocks in enumerate(depths))"
             ),
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=1) gave 8": (
-                "return rows * dilation * (kernel - 1) * channels * batch * 4"
+            "extra_columns(depths=[2], kernel=7) gave 12": (
+                "return sum(kernel // 2 * 4 * 2**stage for stage, _ in enumerate(depths))"
             ),
-            "halo_bytes(rows=32, kernel=7, channels=32, batch=2, dilation=1) gave 12,288": (
-                "return rows * dilation * (kernel - 1) // 2 * channels * 4"
+            "extra_columns(depths=[1, 2], kernel=5) gave 60": (
+                "return sum(blocks * 3 * 4 * 2**stage for stage, blocks in enumerate(depths))"
             ),
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1, dilation=2) gave 4": (
-                "return rows * (kernel - 1) // 2 * channels * batch * 4"
-            ),
-            "halo_bytes(rows=16, kernel=5, channels=64, batch=2, dilation=3) gave 57,344": (
-                "return rows * ((kernel * dilation - 1) // 2) * channels * batch * 4"
+            "extra_columns(depths=[1, 1], kernel=7) gave 60": (
+                "return sum(blocks * (kernel // 2) * 4 ** (stage + 1) for stage, blocks in enumerate(depths))"
             ),
         },
     ),
@@ -129,28 +105,6 @@ EXERCISES = [
     ),
     Exercise(
         "1.4",
-        "HaloExchange",
-        with_earlier_answers,
-        {
-            "backward returns one value for each argument of forward, None for what has no gradient": FORWARD
-            + BACKWARD.replace(", None, None, None", ""),
-            "on rank 0, the strip's gradient: the last 3 columns are this rank's own gradient alone": FORWARD
-            + BACKWARD.replace("return_gradients(grad, *ctx.place)", "grad[..., 3:-3]"),
-            "on rank 0, the last 3 columns are all zero": FORWARD.replace(
-                "exchange_halo(strip, halo, rank, ranks)", "torch.nn.functional.pad(strip, (halo, halo))"
-            )
-            + BACKWARD,
-            "on rank 0, the strip got no gradient": FORWARD
-            + BACKWARD.replace("return return_gradients(grad, *ctx.place), None", "return None, None"),
-            "right on 4 ranks, but with 3 ranks: on rank 0, RuntimeError: Function HaloExchangeBackward returned an "
-            "invalid gradient at index 0 - got [2, 3, 5, 8]": FORWARD
-            + BACKWARD.replace("*ctx.place)", "*ctx.place)[..., :8]"),
-            "on rank 0, the numbers are right, but the rank sends 1 all_reduce call with 960 bytes and 2 send": FORWARD
-            + BACKWARD.replace("return return", "dist.all_reduce(grad.new_zeros(2, 3, 5, 8))\n    return return"),
-        },
-    ),
-    Exercise(
-        "1.5",
         "reduce_gradients",
         checks.reduce_gradients,
         {
@@ -190,6 +144,27 @@ for gradient in cut + head:
 for gradient in head:
     gradient /= dist.get_world_size()
 """,
+        },
+    ),
+    Exercise(
+        "1.5",
+        "strips_seconds",
+        checks.strips_seconds,
+        {
+            "strips_seconds(compute_s=6.0, ranks=4, blocks=0, halo_bytes=0, gradient_bytes=0, latency_s=0.0, "
+            "bytes_per_s=1e+06) gave 6.0": changed("01", "strips_seconds", ("compute_s / ranks", "compute_s")),
+            "strips_seconds(compute_s=0.0, ranks=4, blocks=2, halo_bytes=500000, gradient_bytes=0, latency_s=0.0, "
+            "bytes_per_s=1e+06) gave 2.0": changed("01", "strips_seconds", ("2 * 2 * blocks", "2 * blocks")),
+            "strips_seconds(compute_s=0.0, ranks=4, blocks=0, halo_bytes=0, gradient_bytes=1000000, latency_s=0.0, "
+            "bytes_per_s=1e+06) gave 6.0": changed(
+                "01", "strips_seconds", ("gradient_bytes / ranks", "gradient_bytes")
+            ),
+            "strips_seconds(compute_s=0.0, ranks=4, blocks=2, halo_bytes=0, gradient_bytes=0, latency_s=0.1, "
+            "bytes_per_s=1e+06) gave 1.4": changed("01", "strips_seconds", ("halos + 2 * ring", "halos + ring")),
+            "strips_seconds(compute_s=0.0, ranks=4, blocks=2, halo_bytes=0, gradient_bytes=0, latency_s=0.1, "
+            "bytes_per_s=1e+06) gave 0.1": changed(
+                "01", "strips_seconds", ("(halos + 2 * ring) * latency_s", "latency_s")
+            ),
         },
     ),
 ]

@@ -17,27 +17,21 @@ HALO, WIDTH = 3, 32
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer on a task of ``rank_tasks``; "function" asks for both passes.
+    """Call the answer on a task of ``rank_tasks``, or on gradients to reduce.
 
     Return ``got``, the answer's tensor or the name of another type; ``sent``, calls and bytes by
-    collective; and for "function" ``grad``, the gradient of the strip.
+    collective; and ``kept``, whether the tensor that was given is unchanged.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "reduce":
         return run_reduction(answer, index, ranks)
-    is_function = what == "function"
-    given = rank_tasks("forward" if is_function else what, ranks)[index][0].clone()
-    given.requires_grad_(is_function)
-    call = answer.apply if is_function else answer  # type: ignore[attr-defined]
-    before = given.detach().clone()
+    given = rank_tasks(what, ranks)[index][0].clone()
+    before = given.clone()
     with GroupTraffic() as traffic:
-        got = call(given, HALO, index, ranks)
-        if is_function and isinstance(got, Tensor):
-            got.backward(rank_tasks("backward", ranks)[index][0])
+        got = answer(given, HALO, index, ranks)
     expect_all_waited(traffic)
     got = got if isinstance(got, Tensor) else type(got).__name__
-    kept = torch.equal(before, given.detach())
-    return {"got": got, "sent": traffic.totals(), "grad": given.grad, "kept": kept}
+    return {"got": got, "sent": traffic.totals(), "kept": torch.equal(before, given)}
 
 
 def run_reduction(answer: Callable[..., Any], index: int, ranks: int) -> dict[str, Any]:
