@@ -91,7 +91,7 @@ def table_ms(
         depths: blocks of each stage.
         dims: channels of each stage.
     """
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for size in sizes:
         for name, bytes_per_s in links.items():
             step = convnext_step(size, depths=depths, dims=dims)
