@@ -537,8 +537,7 @@ claim("8 of 36,864 bytes", predicted == {"send_count": 8, "send_bytes": 8 * 36_8
 #
 # ## 7. Break it ({minutes} minutes)
 #
-# A sharded program that exchanges the wrong columns still runs. Runs A to D have one deliberate mistake (*mutation*)
-# each:
+# A wrongly sharded program still runs. Runs A to D have one deliberate mistake (*mutation*) each:
 #
 # 1. the halos are swapped, left and right;
 # 2. the halo's gradients are not sent home;
@@ -598,11 +597,14 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks: an average.
 # In D it is only about a quarter, in each tensor another part: what rank 0's own columns gave, as in section 5. Adam divides
 # the running mean of a gradient by the running mean of its size, so a factor in both drops out, and the loss cannot show B.
+# D's loss even ends below the right run's: there each strip trains weights of its own.
 
 # %% tags=["claim"]
 for name, each in broken.items():
     claim(f"the loss of {name} falls", each.losses.iloc[-1] < each.losses.iloc[0], where=TOLD)
 claim("A, C and D are other trainings", min(far["A"], far["C"], far["D"]) > 1e-4, where=TOLD)
+right_end = yours_run.losses.iloc[-1]
+claim("D ends below the right run", broken["D"].losses.iloc[-1] < right_end, where=TOLD)
 claim("B cannot be told by its loss", far["B"] < 1e-4, where=TOLD)
 claim("the parity check fails for all four, not for the right one", not any(r.ok for r in checked.values()))
 claim("and passes without a mistake", right_check.ok)
@@ -703,11 +705,11 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # ## 9. Does it pay? ({minutes} minutes)
 #
 # For time, strips have two rivals: one device that takes the whole image, and data parallelism, in which each rank
-# takes images of its own. In strips, n ranks share the arithmetic, and then come the messages.
+# takes images of its own.
 #
 # ### Exercise 5: the time of a step in strips (•, {minutes} minutes)
 #
-# One device takes `compute_s` for all images. How many seconds does a step take on a rank in the middle, which sends one
+# One device takes `compute_s` for all images, and strips share this. How many seconds does a step take on a rank in the middle, which sends one
 # message after another? Each halo has `halo_bytes`; count them as in section 6. The gradients and the mean over the
 # image each go around a ring (lab 0), but only the gradients have many bytes, `gradient_bytes`. A message takes
 # `latency_s`, and its bytes over `bytes_per_s`.
