@@ -19,7 +19,7 @@ from labkit.launcher.run import run_with_payload
 from labkit.theory import failures as theory
 from labkit_course.checks import symptoms
 from labkit_course.checks.failures import first_parting
-from labkit_course.checks.mystery import Mystery, ends_table, rank_ends
+from labkit_course.checks.mystery import TOOLS, Mystery, ends_table, rank_ends
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
 
@@ -219,10 +219,15 @@ def test_each_row_of_the_card_has_a_test():
     assert {len(row) for row in symptoms.ROWS} == {len(symptoms.HEAD)}
 
 
+def test_the_card_names_each_tool_of_the_lab_once():
+    assert ", ".join(tool for tool, _ in symptoms.TOOLS_ELSEWHERE).split(", ") == list(TOOLS)
+    assert all(f"\n{tool} | {elsewhere}" in repr(symptoms.card) for tool, elsewhere in symptoms.TOOLS_ELSEWHERE)
+
+
 def test_the_card_is_a_page_to_print(tmp_path):
     symptoms.card.write(tmp_path / "card.html")
     page = (tmp_path / "card.html").read_text()
-    assert page.count("<tr>") == len(symptoms.ROWS) + 1 and "landscape" in page
+    assert page.count("<tr>") == len(symptoms.ROWS) + len(symptoms.TOOLS_ELSEWHERE) + 2 and "landscape" in page
     assert all(word in repr(symptoms.card) for word in ("with NCCL you see", "or the hardware", "Xid"))
 
 

@@ -1,7 +1,8 @@
 """Lab 7's card: what one sees when a run breaks, where to look first, and what it often is.
 
-The column on NCCL was not measured for this course, but taken from the documentation of PyTorch and
-NCCL; what stands in the others was provoked by its tests.
+The columns on hardware and NCCL were not measured for this course, but taken from the documentation
+of PyTorch and NCCL; what stands in the others was provoked by its tests. A second table names what
+does the work of each of the lab's tools outside the course.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ ROWS = (
     (
         "a timeout, and all ranks are in collectives",
         "DETAIL, or a record of calls with labels of your own",
-        "ranks took different branches, or one left out a call",
+        "ranks took different branches, looped over a set, or one left out a call",
         "a cable or a switch",
         "the flight recorder's files, one a rank",
     ),
@@ -109,6 +110,26 @@ ROWS = (
         "the same",
     ),
 )
+TOOLS_HEAD = ("tool of this lab", "outside this course")
+TOOLS_ELSEWHERE = (
+    ("ends", "torchrun's report, from Root Cause on; the error files of @record"),
+    ("logs", "torchrun --log-dir logs --redirects 3 ...: a file for each rank"),
+    ("stacks", "py-spy dump --pid PID, for each rank on its host"),
+    (
+        "record",
+        "the flight recorder: its last TORCH_FR_BUFFER_SIZE calls (in an older torch "
+        "TORCH_NCCL_TRACE_BUFFER_SIZE); TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    ),
+    ("times", "torch.profiler on every rank, not on rank 0 alone"),
+    ("links", "nccl-tests' sendrecv_perf; NCCL_DEBUG=INFO logs the network that NCCL takes"),
+    ("losses", "a line of your script, before the loss is reduced"),
+    ("weights, gradients", "exercises 5 and 3 of this lab: a hash, one gradient on one device"),
+    ("samples", "print(list(sampler)[:8]) on every rank"),
+)
+SOURCE = (
+    "The symptoms were provoked by this course's own tests. The last two columns and the second "
+    "table come from documentation."
+)
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>When it breaks</title>
 <style>@page {{ size: A4 landscape; margin: 8mm }} body {{ font: 9.5px/1.25 sans-serif }}
@@ -122,20 +143,26 @@ text-align: left; vertical-align: top }}</style>
 
 @dataclass(frozen=True)
 class Card:
-    """The table, as a notebook shows it and as a page to print."""
+    """Both tables, as a notebook shows them and as a page to print."""
 
     rows: tuple[tuple[str, ...], ...] = ROWS
+    tools: tuple[tuple[str, ...], ...] = TOOLS_ELSEWHERE
 
     def __repr__(self) -> str:
-        return "\n".join(" | ".join(row) for row in (HEAD, *self.rows))
+        tables = ((HEAD, *self.rows), (TOOLS_HEAD, *self.tools))
+        return "\n\n".join([*("\n".join(map(" | ".join, table)) for table in tables), SOURCE])
 
     def _repr_html_(self) -> str:
-        rows = [_row(HEAD, "th"), *map(_row, self.rows)]
-        return f'<table style="text-align: left">{"".join(rows)}</table>'
+        return _table(HEAD, self.rows) + _table(TOOLS_HEAD, self.tools) + f"<p>{escape(SOURCE)}</p>"
 
     def write(self, path: str | Path) -> None:
-        """Write the card as one page of HTML, A4 on its side; a browser prints it."""
+        """Write the card as a page of HTML for A4 on its side; a browser prints it."""
         Path(path).write_text(PAGE.format(table=self._repr_html_()), encoding="utf-8")
+
+
+def _table(head: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
+    shown = "".join([_row(head, "th"), *map(_row, rows)])
+    return f'<table style="text-align: left">{shown}</table>'
 
 
 def _row(cells: tuple[str, ...], kind: str = "td") -> str:
