@@ -5,6 +5,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -121,6 +122,31 @@ def test_every_fault_has_a_line_of_evidence_that_a_tool_prints():
     for seed in range(400):
         lines = draw_fault(seed).lines()
         assert lines and {line.partition(": ")[0] for line in lines} <= set(TOOLS)
+
+
+def test_the_lab_asks_for_causes_that_its_sections_have_not_shown():
+    text = (PATH.parents[1] / "notebooks" / "src" / "07_when_it_breaks.py").read_text()
+    (last,) = re.findall(r"^SEED: int = (\d+)", text, re.MULTILINE)
+    shown = set(re.findall(r'KnownFault\("([a-z ]+)"', text))
+    shown |= {draw_fault(int(seed)).cause for seed in re.findall(r"Mystery\((\d+), beside", text)}
+    assert len(shown) >= 7
+    # Mystery 45 has a cause that section 2 shows, and another outcome: the aborted rank is the guilty one.
+    assert not shown & {draw_fault(seed).cause for seed in (17, 23, int(last))}
+
+
+def test_a_known_fault_shows_a_healthy_run_as_well_if_it_has_one(monkeypatch, capsys):
+    def without_ranks(cause, **fault):
+        found = Findings(Path("nowhere"), [])
+        found.lines["log"] = [["step 0: loss 1.250" if cause == NO_FAULT else "step 0: loss nan"]] * RANKS
+        return found
+
+    monkeypatch.setattr(mystery, "run_with_fault", without_ranks)
+    for healthy, beside in ((HealthyRun(), [0, RANKS]), (None, [0])):
+        case = KnownFault("nan", rank=2, healthy=healthy)
+        case.asked = ["losses"]  # or it would print a symptom, for which a run is needed
+        case.ask("losses")
+        printed = capsys.readouterr().out.split("healthy, same data:")
+        assert [text.count("1.250") for text in printed] == beside and "nan" in printed[0]
 
 
 def test_a_known_fault_may_be_asked_every_tool_and_names_itself(capsys):

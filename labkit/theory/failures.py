@@ -8,7 +8,7 @@ from typing import Any
 SIGTERM_STATUS = -15
 ABORT_STATUS = -6
 # A rank that timed out waited for another one, so this is no error of its own either.
-ECHOES = ("Connection closed by peer", "Read error", "Timed out")
+ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Read error", "Timed out")
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int | None:

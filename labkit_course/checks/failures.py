@@ -25,11 +25,18 @@ from labkit_course.checks.ranks import failures as ranks_failures
 # The mystery runs of exercise 4.
 SEEDS = (17, 45, 23)
 LOST, READ = "RuntimeError: Connection closed by peer", "RuntimeError: Read error"
+RESET, PIPE = "RuntimeError: Connection reset by peer", "RuntimeError: Broken pipe"
 LATE = "RuntimeError: Timed out waiting 1000ms for recv operation to complete"
 # How each rank of a run ended: exit status, time, error. torchrun ends ranks with signal 15.
 ENDED_RUNS = {
     "one that raised": [(1, 5.4, LOST), (-15, 5.6, ""), (1, 5.1, "ValueError"), (-15, 5.6, "")],
     "one that was killed": [(1, 7.2, READ), (-9, 7.3, ""), (1, 7.25, LOST), (-15, 7.4, "")],
+    "one that raised on another system": [
+        (-15, 5.3, ""),
+        (1, 5.0, RESET),
+        (1, 5.2, "KeyError"),
+        (1, 5.1, PIPE),
+    ],
     "one that was aborted": [(-15, 6.2, READ), (1, 6.1, LOST), (-6, 6.0, ""), (1, 6.1, READ)],
     "one that came late": [(1, 8.0, LATE), (1, 8.1, LATE), (-15, 8.3, ""), (1, 8.0, LOST)],
     "two that raised": [(1, 9.4, "KeyError"), (-15, 9.6, ""), (0, 8.0, ""), (1, 9.1, "ValueError")],
@@ -60,7 +67,7 @@ def culprit(answer: Callable[..., int]) -> Verdict:
 
 def _excuse_text(end: dict[str, Any]) -> str:
     # A lost connection is the echo of another rank's failure.
-    if end["error"] in (LOST, READ):
+    if end["error"] in (LOST, READ, RESET, PIPE):
         return "which only lost a connection"
     if end["error"] == LATE:
         return "which only waited for another rank until it timed out"

@@ -5,7 +5,8 @@ case.ask("stacks")
 case.name(rank=2, cause="fewer batches", because="stacks: rank 2")
 
 KnownFault("slow link", rank=3) runs with a fault that is told, and shows what any tool shows of it;
-KnownFault("wrong scale") has one that no single rank is to blame for. HealthyRun() has none.
+KnownFault("wrong scale") has one that no single rank is to blame for. HealthyRun() has none, and
+KnownFault("nan", rank=2, healthy=HealthyRun()) shows both.
 """
 
 import json
@@ -105,15 +106,24 @@ class KnownFault(Mystery):
 
     most_tools = len(TOOLS)
 
-    def __init__(self, cause: str, rank: int | None = None, layer: int = LAYERS - 1) -> None:
+    def __init__(
+        self,
+        cause: str,
+        rank: int | None = None,
+        layer: int = LAYERS - 1,
+        *,
+        healthy: "HealthyRun | None" = None,
+    ) -> None:
         """Run it on real ranks, which takes a few seconds.
 
         Args:
             cause: one of CAUSES.
             rank: the rank at fault; None for a fault of all ranks.
             layer: whose gradient is left out, or has another shape (of layer 1, float64).
+            healthy: a run without a fault, HealthyRun(), for each tool to show as well.
         """
         require_cause(cause, rank)
+        self.healthy = healthy
         self.cause, self.rank, self.asked = cause, rank, list[str]()
         self._seen = run_with_fault(cause=cause, rank=rank or 0, layer=layer)
 
@@ -171,8 +181,13 @@ class HealthyRun:
         """Return what a tool shows."""
         return self._seen.table(tool)
 
+    @property
+    def symptom(self) -> str:
+        """What anybody would see of it without a tool, such as its loss."""
+        return self._seen.symptom
+
     def __repr__(self) -> str:
-        return "\n\n".join(["A healthy run.", self._seen.symptom, *map(self._seen.text, TOOLS)])
+        return "\n\n".join(["A healthy run.", self.symptom, *map(self._seen.text, TOOLS)])
 
     def _repr_html_(self) -> str:
         head = "<summary>A healthy run, with every tool</summary>"

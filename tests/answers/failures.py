@@ -20,7 +20,9 @@ for place in range({places}(map(len, logs))):
         return earliest, place, others
 return None
 """
-ECHOES = ("Connection closed by peer", "Read error", "Timed out")
+ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Read error", "Timed out")
+LISTED = ("closed by peer", "Read error", "Timed out")
+"""The echoes that the lab's own tables show."""
 HASH = "hashlib.sha256(whole).hexdigest()"
 USUAL = "calls.count(call) < len(calls) / 2"
 BEFORE = "usual[earliest - 1]"
@@ -59,7 +61,10 @@ EXERCISES = [
         checks.culprit,
         {
             "in a run with one that was killed it blames rank 0, which only lost": ends(
-                statuses=(0, -15, -6), echoes=("Connection closed by peer", "Timed out")
+                statuses=(0, -15, -6), echoes=("by peer", "Broken pipe", "Timed out")
+            ),
+            "in a run with one that raised on another system it blames rank 1, which only lost": ends(
+                statuses=(0, -15, -6), echoes=LISTED
             ),
             "in a run with one that was aborted it blames rank 2, which was aborted": ends(
                 statuses=(0, -15), echoes=ECHOES
@@ -72,11 +77,11 @@ EXERCISES = [
                 'return min(ends, key=lambda end: end["status"])["rank"]'
             ),
             "in a run with one that came late it blames rank 0, which only waited": ends(
-                statuses=(0, -15, -6), echoes=ECHOES[:2]
+                statuses=(0, -15, -6), echoes=ECHOES[:4]
             ),
             "in a run with two that raised it blames rank 0, which failed later": ends(
                 statuses=(0, -15, -6),
-                echoes=("closed by peer", *ECHOES[1:]),
+                echoes=("by peer", *ECHOES[2:]),
                 answer='own[0]["rank"] if own else None',
             ),
         },
