@@ -382,7 +382,7 @@ def test_a_lab_is_found_by_its_name_its_number_or_its_short_name(name):
 @pytest.mark.parametrize("name", ["00b_ranks_at_work", "0b", "00b", "collectives_at_work"])
 def test_a_companion_has_its_labs_number_and_a_letter(name):
     assert lab_catalog.find_lab(name).name == "00b_ranks_at_work"
-    assert [each.number for each in lab_catalog.find_lab(name).exercises] == ["0b.1", "0b.2", "0b.3"]
+    assert [each.number for each in lab_catalog.find_lab(name).exercises] == [f"0b.{number}" for number in range(1, 6)]
 
 
 @pytest.mark.parametrize("name", ["9", "fsd", "", "../02_fsdp_wrapping"])

@@ -140,6 +140,7 @@ def test_exercises_on_ranks_have_an_answer_that_is_right_on_one_number_of_ranks(
             "0.3",
             "0.4",
             "0b.1",
+            "0b.2",
             "1.2",
             "1.3",
             "1.4",

@@ -451,17 +451,6 @@ def test_the_difference_of_losses_is_a_part_of_the_reference():
     assert ax.get_yscale() == "log"
 
 
-def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long():
-    panels = {"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})}
-    left, right = plots.communication_break_even(panels)
-    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
-    assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
-    assert texts_of(left) == ["computing", "slow", "5,000", "fast", "1,000"]
-    assert texts_of(right) == ["computing", "only", "2,500"]
-    assert {line.get_linestyle() for line in left.lines if line.get_marker() != "o"} == {"--"}
-    assert right.get_title(loc="left") == "two"
-
-
 def test_an_all_reduce_by_ranks_is_latency_and_bytes_and_the_chosen_one_has_the_dot():
     parts = {"2": (2e-5, 1e-4), "4": (6e-5, 1.5e-4)}
     ax = plots.all_reduce_time_by_ranks(parts, "4", measured_s=3e-4)

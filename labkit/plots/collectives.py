@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
-from labkit.plots.style import Numbers
 from labkit.runs.result import RunResult
 from labkit.theory.collectives import AlphaBeta, fit_alpha_beta
 from labkit.theory.sizes import readable_bytes
@@ -264,43 +263,3 @@ def predicted_time_by_size(
     ax.minorticks_off()
     style.add_legend_above(ax, 3)
     return ax
-
-
-def communication_break_even(panels: Mapping[str, tuple[float, Numbers]]) -> Sequence[Axes]:
-    """Draw the predicted time of arithmetic and messages by tokens per rank, and where they meet.
-
-    ``panels`` are, by machine, seconds of arithmetic per token, and seconds of messages by label.
-    """
-    axes = style.make_panels(panels, width=4.8, height=3.4)
-    for ax, (a_token_s, messages_s) in zip(axes, panels.values(), strict=True):
-        equal = {label: seconds / a_token_s for label, seconds in messages_s.items()}
-        # The lines reach beyond all their crossings.
-        tokens = [min(equal.values()) / 8, 8 * max(equal.values())]
-        times_ms = [each * a_token_s * 1e3 for each in tokens]
-        ax.plot(tokens, times_ms, **style.PREDICTION_STYLE | {"color": style.BLUE})
-        ax.text(tokens[1], times_ms[1], "computing", ha="right", va="bottom", color=style.BLUE)
-        colours = (style.VERMILION, style.GREEN)
-        for (label, seconds), colour in zip(messages_s.items(), colours, strict=False):
-            point = (equal[label], seconds * 1e3)
-            ax.plot(tokens, [point[1]] * 2, **style.PREDICTION_STYLE | {"color": colour})
-            # On the side on which the line of computing is far away.
-            is_right = equal[label] ** 2 < tokens[0] * tokens[1]
-            ax.text(
-                tokens[is_right],
-                point[1],
-                label,
-                ha="right" if is_right else "left",
-                va="bottom",
-                fontsize=9,
-                color=colour,
-            )
-            ax.plot(*point, "o", color=colour)
-            number = style.short_number_text(equal[label])
-            style.add_note(ax, number, point, (5, -12), ha="left", fontsize=None)
-        ax.set(xscale="log", yscale="log")
-        ax.set(xlabel="tokens of a rank in a step", ylabel="predicted time, ms")
-        ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.yaxis.set_major_formatter("{x:,g}")
-        # On a short axis matplotlib also labels minor ticks, as powers of ten.
-        ax.yaxis.set_minor_formatter("")
-    return axes

@@ -1,9 +1,14 @@
 """Checks of lab 0b, ranks at work."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
-from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.theory.collectives import AlphaBeta, ring_s
 from labkit_course.checks import judge
 from labkit_course.checks.collectives import FLOAT32_BYTES, SIZES_TEXT, judge_on_group, judge_sum
 from labkit_course.checks.judge import Verdict, exercise, expect, passing_verdict, value_text
@@ -11,8 +16,62 @@ from labkit_course.checks.ranks import collectives as tasks
 
 
 @exercise
+def means_by_host(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 1: the mean over a host, then over all ranks, on 2 and 3 hosts of 2 real ranks."""
+    size, (length,) = tasks.RANKS_PER_HOST, tasks.VECTOR_LENGTHS["hosts"]
+    all_make = "does every rank make every group, in the same order?"
+
+    def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
+        given, first, hosts = tasks.rank_vectors(length, ranks), index - index % size, ranks // size
+        host, total, got = given[first : first + size].mean(0), given.mean(0), sent["got"]
+        kinds = " and ".join(each if isinstance(each, str) else "a tensor" for each in got)
+        expect(len(got) == 2, f"the function returned {kinds}", "two tensors")
+        found = [judge.expect_tensor(each, total, name="one of both") for each in got]
+        strided = [other for other in range(ranks) if other % hosts == index % hosts]
+        hint = "Ranks of a host follow each other: 0 and 1, then 2 and 3."
+        likely: dict[str, Any] = {
+            "this rank's own vector": given[index],
+            "the sum over the host": (host * size, "Divide by per_host."),
+            "the mean over all ranks": (total, "The second all-reduce needs a tensor of its own."),
+            "the sum over all ranks": (
+                total * ranks,
+                "The second all-reduce needs its own tensor.",
+            ),
+            f"the mean of ranks {strided}": (given[strided].mean(0), hint),
+        }
+        said, none = "the host's mean is", f"not that of ranks {first} to {first + size - 1}"
+        judge.expect_close(found[0], host, said, likely, none, "", hint)
+        hint = "How many host means does the second all-reduce add up?"
+        likely = {
+            "the mean over the host": (host, "It has to be all-reduced across hosts, too."),
+            "the sum of the hosts' means": (total * hosts, hint),
+            "the sum over all ranks": (total * ranks, hint),
+        }
+        said, none = "the second mean is", "not the mean over all ranks"
+        judge.expect_close(found[1], total, said, likely, none, "", hint)
+        is_whole = sent["in_world"] or sent["largest"] == ranks
+        said = "the means are right, but a group of all ranks was used"
+        right = f"groups of {size} and of {hosts} ranks"
+        expect(not is_whole, said, right, "Across hosts, one rank of each is enough.")
+
+    ask = {"judge": judge_rank, "waiting": all_make, "timeout_s": timeout_s, "what": "hosts"}
+    judge_on_group(answer, sizes=(2 * size, 3 * size), **ask)
+    return passing_verdict(f"right on 2 and on 3 hosts of {size} ranks")
+
+
+def right_all_reduce_in_two(mine: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return the sum over all ranks, by a reduce-scatter and an all-gather."""
+    parts = list(mine.chunk(ranks))
+    part = torch.empty_like(parts[rank])
+    dist.reduce_scatter(part, parts)
+    sums = [torch.empty_like(part) for _ in parts]
+    dist.all_gather(sums, part)
+    return torch.cat(sums)
+
+
+@exercise
 def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 1: an all-reduce made of a reduce-scatter and an all-gather, on 4 real ranks."""
+    """Exercise 2: an all-reduce made of a reduce-scatter and an all-gather, on 4 real ranks."""
     (length,) = tasks.VECTOR_LENGTHS["in_two"]
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
@@ -31,9 +90,87 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
     return passing_verdict(f"equal to gloo's all-reduce on {SIZES_TEXT} ranks")
 
 
+def right_time_once(
+    collective: Callable[[], object],
+    barrier: Callable[[], object],
+    synchronize: Callable[[], object],
+    now: Callable[[], float],
+) -> float:
+    """Return the seconds of one call, without the wait for a late rank or earlier work."""
+    synchronize()
+    barrier()
+    start = now()
+    collective()
+    synchronize()
+    return now() - start
+
+
+class _SlowDevice:
+    """A clock, and a device that computes after its calls have returned, as GPUs do."""
+
+    late_s, earlier_s, launch_s, collective_s = 2.0, 0.7, 0.01, 0.3
+
+    def __init__(self) -> None:
+        self.now_s, self.pending_s = 100.0, self.earlier_s
+        self.collectives, self.is_late = 0, True
+
+    def now(self) -> float:
+        return self.now_s
+
+    def barrier(self) -> None:
+        # Another rank comes late, once.
+        self.now_s += self.late_s * self.is_late
+        self.is_late = False
+
+    def synchronize(self) -> None:
+        self.now_s += self.pending_s
+        self.pending_s = 0.0
+
+    def collective(self) -> None:
+        self.barrier()
+        self.collectives += 1
+        self.now_s += self.launch_s
+        self.pending_s += self.collective_s
+
+
+@exercise
+def time_once(answer: Callable[..., float]) -> Verdict:
+    """Exercise 3: seconds of one collective, from (collective, barrier, synchronize, now)."""
+    device = _SlowDevice()
+    calls = device.collective, device.barrier, device.synchronize, device.now
+    asked = f"{judge.answer_name(answer)} of a collective of 0.31 s"
+    found = judge.call_answer(answer, *calls, in_words=asked)
+    shown, times = value_text(found), device.collectives
+    expect(isinstance(found, Real), f"{asked} gave {shown}, not a number")
+    expect(times == 1, f"{asked} called it {times} times", "one call", "One round, one call.")
+    right = device.launch_s + device.collective_s
+    early = "The call returns before the device is done: synchronize before you stop the clock."
+    late = "Meet the others at the barrier before you start the clock."
+    busy = "Let the device finish what it does before you start the clock."
+    mistakes = {
+        "the call alone, without the work of the device": (device.launch_s, early),
+        "with the wait for a late rank": (right + device.late_s, late),
+        "with earlier work of the device": (right + device.earlier_s, busy),
+        "with the wait for a late rank and earlier work": (
+            right + device.late_s + device.earlier_s,
+            f"{late} {busy}",
+        ),
+        "the wait for a late rank, without the work of the device": (
+            device.launch_s + device.late_s,
+            f"{late} {early}",
+        ),
+        "start minus end": (-right, "Subtract the start from the end."),
+    }
+    likely = {f"{float(found):.3g} s, {words}": pair for words, pair in mistakes.items()}
+    hint = f"{busy} {late} {early}"
+    said = f"{asked} gave"
+    judge.expect_close(float(found), right, said, likely, f"{shown} s", "0.31 s", hint)
+    return passing_verdict("0.31 s, although a rank came late and the device was busy before")
+
+
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 2: (alpha, beta) in s and s/byte, from each round's seconds by size in bytes."""
+    """Exercise 4: (alpha, beta) in s and s/byte, from each round's seconds by size in bytes."""
     hint = "Take the fastest round of each size. Additional bytes cost beta; alpha is what is left."
     for network, sizes in (
         (AlphaBeta(1e-4, 1e-9), (1000, 10_000, 1_000_000)),
@@ -64,30 +201,49 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
     return passing_verdict("2 networks agree, though two of three rounds were disturbed")
 
 
+def right_balancing_tokens(
+    parameters: float,
+    flops_per_s: float,
+    bytes_per_s: float,
+    ranks: int,
+    gradient_bytes: int,
+    latency_s: float,
+) -> float:
+    """Return the tokens of a GPU with which a step computes for as long as a ring sends."""
+    link = AlphaBeta(latency_s, 1 / bytes_per_s)
+    size = parameters * gradient_bytes
+    sending_s = ring_s("all_reduce", size, ranks, inside=link, between=link)
+    return sending_s * flops_per_s / 6 / parameters
+
+
 @exercise
 def balancing_tokens(answer: Callable[..., float]) -> Verdict:
-    """Exercise 3: tokens per GPU, from (flops_per_s, bytes_per_s, ranks, gradient_bytes)."""
-    hint = "6 FLOP a parameter and token; 2 (ranks - 1) / ranks x gradient_bytes on the wire."
+    """Exercise 5: tokens per GPU at which a step computes as long as a ring takes."""
+    hint = "6 FLOP a parameter and token; 2 (ranks - 1) steps, each a latency and an n-th of all."
 
-    def right_tokens(
-        flops_per_s: float, bytes_per_s: float, ranks: int, gradient_bytes: int
-    ) -> float:
-        wire_bytes = collective_wire_bytes("all_reduce", gradient_bytes, ranks)
-        return wire_bytes * flops_per_s / 6 / bytes_per_s
-
-    def likely_tokens(
-        flops_per_s: float, bytes_per_s: float, ranks: int, gradient_bytes: int
-    ) -> dict[str, float]:
-        right = right_tokens(flops_per_s, bytes_per_s, ranks, gradient_bytes)
-        handed = gradient_bytes * flops_per_s / 6 / bytes_per_s
+    def likely_tokens(*network: Any) -> dict[str, float]:
+        parameters, flops_per_s, bytes_per_s, _, gradient_bytes, latency_s = network
+        right, at_once = (
+            right_balancing_tokens(*network),
+            right_balancing_tokens(*network[:-1], latency_s=0.0),
+        )
+        tokens_per_s = flops_per_s / 6 / parameters
+        handed = parameters * gradient_bytes / bytes_per_s * tokens_per_s
         return {
-            "the tokens of bytes handed over, not on the wire": handed,
+            "the tokens of bytes alone, without latency": at_once,
+            "with the latency of one step, not of all": at_once + latency_s * tokens_per_s,
+            "the tokens of bytes handed over, not on the wire": right - at_once + handed,
             "half of what a ring needs": right / 2,
             "tokens of a forward pass alone": 3 * right,
             "the inverse": 1 / right,
+            "tokens times parameters": right * parameters,
         }
 
-    networks = ((6e12, 1e10, 2, 2), (4e14, 5e10, 8, 2), (4e14, 5e10, 8, 4))
+    networks = (
+        (1e6, 6e12, 1e10, 2, 2, 2e-4),
+        (7e9, 4e14, 5e10, 8, 2, 0.0),
+        (1e7, 4e14, 5e10, 64, 4, 1e-5),
+    )
     cases = [(*network, hint) for network in networks]
     # A whole number of tokens is as good.
-    return judge.judge_cases(answer, right_tokens, cases, likely_tokens, rtol=1e-3)
+    return judge.judge_cases(answer, right_balancing_tokens, cases, likely_tokens, rtol=1e-3)

@@ -1,11 +1,60 @@
 """Lab 0b."""
 
-from answers import Exercise
+from answers import Exercise, changed
 from labkit_course.checks import collectives_at_work as checks
+
+FIRST = (
+    "balancing_tokens(parameters=1e+06, flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2,"
+    " latency_s=0.0002)"
+)
 
 EXERCISES = [
     Exercise(
         "0b.1",
+        "means_by_host",
+        checks.means_by_host,
+        {
+            "right on 4 ranks, but with 6 ranks: on rank 0, the second mean is": changed(
+                "00b", "means_by_host", ("total / (ranks // per_host)", "total / per_host")
+            ),
+            "rank 0 makes a group of ranks [0, 1] while rank 2 makes [2, 3]": """
+first, place = rank // per_host * per_host, rank % per_host
+host = dist.new_group(list(range(first, first + per_host)))
+across = dist.new_group(list(range(place, ranks, per_host)))
+mean = mine.clone()
+dist.all_reduce(mean, group=host)
+mean /= per_host
+total = mean.clone()
+dist.all_reduce(total, group=across)
+return mean, total / (ranks // per_host)
+""",
+            "on rank 0, the host's mean is the sum over the host": changed(
+                "00b", "means_by_host", ("mean /= per_host\n", "")
+            ),
+            "on rank 0, the host's mean is the mean over all ranks": changed(
+                "00b",
+                "means_by_host",
+                ("total = mean.clone()", "total = mean"),
+                ("return mean, total / (ranks // per_host)", "total /= ranks // per_host\nreturn mean, total"),
+            ),
+            "on rank 0, the host's mean is the mean of ranks [0, 2]": changed(
+                "00b",
+                "means_by_host",
+                ("group=hosts[rank // per_host]", "group=across[rank % per_host]"),
+                ("group=across[rank % per_host])\nreturn", "group=hosts[rank // per_host])\nreturn"),
+            ),
+            "on rank 0, the means are right, but a group of all ranks was used": """
+hosts = [dist.new_group(list(range(first, first + per_host))) for first in range(0, ranks, per_host)]
+mean, total = mine.clone(), mine.clone()
+dist.all_reduce(mean, group=hosts[rank // per_host])
+dist.all_reduce(total)
+return mean / per_host, total / ranks
+""",
+            "on rank 0, the function returned a tensor": "return mine",
+        },
+    ),
+    Exercise(
+        "0b.2",
         "all_reduce_in_two",
         checks.all_reduce_in_two,
         {
@@ -56,7 +105,57 @@ return torch.cat(sums) / ranks
         },
     ),
     Exercise(
-        "0b.2",
+        "0b.3",
+        "time_once",
+        checks.time_once,
+        {
+            "time_once of a collective of 0.31 s gave 0.01 s, the call alone, without the work of the device": """
+synchronize()
+barrier()
+start = now()
+collective()
+return now() - start
+""",
+            "time_once of a collective of 0.31 s gave 2.31 s, with the wait for a late rank": """
+synchronize()
+start = now()
+barrier()
+collective()
+synchronize()
+return now() - start
+""",
+            "time_once of a collective of 0.31 s gave 1.01 s, with earlier work of the device": """
+barrier()
+start = now()
+collective()
+synchronize()
+return now() - start
+""",
+            "time_once of a collective of 0.31 s gave 2.01 s, the wait for a late rank, without the work": """
+start = now()
+collective()
+return now() - start
+""",
+            "time_once of a collective of 0.31 s gave 3.01 s, with the wait for a late rank and earlier work": """
+start = now()
+barrier()
+collective()
+synchronize()
+return now() - start
+""",
+            "time_once of a collective of 0.31 s called it 2 times": """
+collective()
+synchronize()
+barrier()
+start = now()
+collective()
+synchronize()
+return now() - start
+""",
+        },
+    ),
+    Exercise(
+        "0b.4",
         "fitted",
         checks.fitted,
         {
@@ -84,21 +183,28 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
         },
     ),
     Exercise(
-        "0b.3",
+        "0b.5",
         "balancing_tokens",
         checks.balancing_tokens,
         {
-            "balancing_tokens(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 100.0, half": """
-return (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
+            f"{FIRST} gave 200.0, the tokens of bytes alone, without latency": """
+return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 6
 """,
-            "balancing_tokens(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 600.0, tokens": """
-return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_s * flops_per_s / 2
+            f"{FIRST} gave 400.0, with the latency of one step": """
+bytes_s = 2 * (ranks - 1) / ranks * gradient_bytes * parameters / bytes_per_s
+return (latency_s + bytes_s) * flops_per_s / 6 / parameters
 """,
-            "balancing_tokens(flops_per_s=6e+12, bytes_per_s=1e+10, ranks=2, gradient_bytes=2) gave 0.005, the": """
-return 6 * bytes_per_s / flops_per_s / (2 * (ranks - 1) / ranks * gradient_bytes)
+            f"{FIRST} gave 300": """
+step_s = latency_s + gradient_bytes * parameters / ranks / bytes_per_s
+return (ranks - 1) * step_s * flops_per_s / 6 / parameters
 """,
-            "balancing_tokens(flops_per_s=4e+14, bytes_per_s=5e+10, ranks=8, gradient_bytes=2) gave 2,666.66": """
-return gradient_bytes / bytes_per_s * flops_per_s / 6
+            f"{FIRST} gave 1,800": """
+step_s = latency_s + gradient_bytes * parameters / ranks / bytes_per_s
+return 2 * (ranks - 1) * step_s * flops_per_s / 2 / parameters
+""",
+            "balancing_tokens(parameters=7e+09, flops_per_s=4e+14, bytes_per_s=5e+10, ranks=8, gradient_bytes=2, ": """
+steps_s = 2 * (ranks - 1) * latency_s + gradient_bytes * parameters / bytes_per_s
+return steps_s * flops_per_s / 6 / parameters
 """,
         },
     ),

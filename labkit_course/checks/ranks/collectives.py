@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from labkit_course.checks.judge import expect
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
 # gloo buffers short messages. A send of 100,000 elements blocks until its receive is posted, so an
 # answer that deadlocks is caught.
-VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (12,), "ring": (8, 10)}
+VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (12,), "ring": (8, 10), "hosts": (6,)}
+RANKS_PER_HOST = 2
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
@@ -21,11 +23,13 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
     Return ``got``, the answer's tensors or the names of other types, or the trained parameters;
     for vectors also ``handed``, bytes by operation, ``gloo``, results of gloo's all-reduce, and
-    ``changed``, whether the answer wrote into a vector.
+    ``changed``, whether the answer wrote into a vector. For "hosts" see ``run_by_host``.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
         return {"got": run_training(answer)}
+    if what == "hosts":
+        return run_by_host(answer)
     given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
     mine = [vector.clone() for vector in given]
     with GroupTraffic() as traffic:
@@ -36,6 +40,40 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         dist.all_reduce(vector)
     got = [each if isinstance(each, Tensor) else type(each).__name__ for each in found]
     return {"got": got, "handed": traffic.bytes(), "gloo": given, "changed": changed}
+
+
+def run_by_host(answer: Callable[..., Any]) -> dict[str, Any]:
+    """Call an answer that averages by host, and note the groups that it makes and uses.
+
+    Return ``got``, what it returned, with the names of types that are no tensors; ``largest``, the
+    number of ranks in the largest new group; and ``in_world``, its calls in the group of all ranks.
+    """
+    index, count = dist.get_rank(), dist.get_world_size()
+    make_group, sizes, own_calls = dist.new_group, [0], 0
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal own_calls
+        wanted = list(range(count) if ranks is None else ranks)
+        asked: list[Any] = [None] * count
+        before = len(traffic.calls())
+        # Ranks that make different groups could wait for each other until the time is up.
+        dist.all_gather_object(asked, wanted)
+        own_calls += len(traffic.calls()) - before
+        for other, theirs in enumerate(asked):
+            said = f"rank 0 makes a group of ranks {asked[0]} while rank {other} makes {theirs}"
+            expect(theirs == asked[0], f"{said}: all ranks make all groups, in the same order")
+        sizes.append(len(wanted))
+        return make_group(ranks, *args, **kwargs)
+
+    (length,) = VECTOR_LENGTHS["hosts"]
+    mine = rank_vectors(length, count)[index].clone()
+    with GroupTraffic() as traffic, mock.patch.object(dist, "new_group", new_group):
+        found = answer(mine, index, count, RANKS_PER_HOST)
+    means = list(found) if isinstance(found, tuple | list) else [found]
+    got = [each if isinstance(each, Tensor) else type(each).__name__ for each in means]
+    world = dist.group.WORLD
+    in_world = len(traffic.calls(world.group_name if world else None)) - own_calls
+    return {"got": got, "largest": max(sizes), "in_world": in_world}
 
 
 def expect_all_waited(traffic: GroupTraffic) -> None:
