@@ -19,7 +19,6 @@ from labkit_course.checks.ranks import collectives as tasks
 def means_by_host(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 1: the mean over a host, then over all ranks, on 2 and 3 hosts of 2 real ranks."""
     size, (length,) = tasks.RANKS_PER_HOST, tasks.VECTOR_LENGTHS["hosts"]
-    all_make = "does every rank make every group, in the same order?"
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
         given, first, hosts = tasks.rank_vectors(length, ranks), index - index % size, ranks // size
@@ -33,10 +32,7 @@ def means_by_host(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             "this rank's own vector": given[index],
             "the sum over the host": (host * size, "Divide by per_host."),
             "the mean over all ranks": (total, "The second all-reduce needs a tensor of its own."),
-            "the sum over all ranks": (
-                total * ranks,
-                "The second all-reduce needs its own tensor.",
-            ),
+            "the sum over all ranks": (total * ranks, "Only the ranks of this host belong to it."),
             f"the mean of ranks {strided}": (given[strided].mean(0), hint),
         }
         said, none = "the host's mean is", f"not that of ranks {first} to {first + size - 1}"
@@ -54,8 +50,14 @@ def means_by_host(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         right = f"groups of {size} and of {hosts} ranks"
         expect(not is_whole, said, right, "Across hosts, one rank of each is enough.")
 
-    ask = {"judge": judge_rank, "waiting": all_make, "timeout_s": timeout_s, "what": "hosts"}
-    judge_on_group(answer, sizes=(2 * size, 3 * size), **ask)
+    judge_on_group(
+        answer,
+        judge=judge_rank,
+        sizes=(2 * size, 3 * size),
+        waiting="does every rank make every group, in the same order?",
+        timeout_s=timeout_s,
+        what="hosts",
+    )
     return passing_verdict(f"right on 2 and on 3 hosts of {size} ranks")
 
 
@@ -222,10 +224,10 @@ def balancing_tokens(answer: Callable[..., float]) -> Verdict:
     hint = "6 FLOP a parameter and token; 2 (ranks - 1) steps, each a latency and an n-th of all."
 
     def likely_tokens(*network: Any) -> dict[str, float]:
-        parameters, flops_per_s, bytes_per_s, _, gradient_bytes, latency_s = network
-        right, at_once = (
-            right_balancing_tokens(*network),
-            right_balancing_tokens(*network[:-1], latency_s=0.0),
+        parameters, flops_per_s, bytes_per_s, ranks, gradient_bytes, latency_s = network
+        right = right_balancing_tokens(*network)
+        at_once = right_balancing_tokens(
+            parameters, flops_per_s, bytes_per_s, ranks, gradient_bytes, latency_s=0.0
         )
         tokens_per_s = flops_per_s / 6 / parameters
         handed = parameters * gradient_bytes / bytes_per_s * tokens_per_s
