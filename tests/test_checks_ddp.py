@@ -57,9 +57,9 @@ for each, view in zip(bucket, views):
         """
 for index, (inputs, targets) in enumerate(batches):
     model.require_backward_grad_sync = index == len(batches) - 1
-    nn.functional.mse_loss(model(inputs), targets).backward()
+    nn.functional.mse_loss(model(inputs), targets, reduction="sum").backward()
 for parameter in model.parameters():
-    parameter.grad /= len(batches)
+    parameter.grad /= sum(targets.numel() for _, targets in batches)
 """,
     ),
     "divided after, copied into the bucket": (

@@ -200,8 +200,8 @@ def judge_gradients(
         start += parameter.numel()
 
 
-def device_gradients(batches: Sequence[tuple[int, int]]) -> Tensor:
-    """Return one device's gradients of the mean loss over batches, given by rank and step."""
+def device_gradients(batches: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return one device's gradients of the batches' mean loss; ``step_batch`` takes each batch."""
     model = ranks_ddp.make_linear_model()
     losses = [ranks_ddp.mean_squared_error(model, *ranks_ddp.step_batch(*each)) for each in batches]
     gradients = torch.autograd.grad(torch.stack(losses).mean(), [*model.parameters()])
@@ -326,22 +326,28 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 6: gradients of micro-batches, averaged over the ranks once, on real ranks."""
     alone, add = "that of the last micro-batch alone", "Gradients add up; the loss is a mean."
     every = "Every micro-batch needs a backward pass; zero no gradient between."
+    share = "Each sample should count the same, so a larger micro-batch counts more."
     inside = "All micro-batches but the last run in `with model.no_sync():`, forward pass too."
 
     def judge_rank(ranks: int, index: int, sent: dict[str, Any]) -> None:
-        count = ranks_ddp.micro_batches(ranks)
-        own = [device_gradients([(each, step) for step in range(count)]) for each in range(ranks)]
-        last = device_gradients([(each, count - 1) for each in range(ranks)])
+        batches = [ranks_ddp.micro_batches(each, ranks) for each in range(ranks)]
+        count, all_rows = len(batches[0]), sum(rows for *_, rows in batches[0])
+        found = [device_gradients([batch]) for own in batches for batch in own]
+        each = torch.stack(found).unflatten(0, (ranks, count))  # by rank and micro-batch
+        shares = torch.tensor([[[rows / all_rows] for *_, rows in own] for own in batches])
+        weighted, means, last = each * shares, each.mean((0, 1)), each[:, -1].mean(0)
         calls, _ = sent["sent"].get("all_reduce", (0, 0))
         said = {0: "nothing was sent", count: "every backward pass sent its gradients"}
         seen = said.get(calls, f"{calls} all-reduces were sent")
         judge.expect(calls == 1, seen, "1 all-reduce", inside)
         likely = {
-            f"{count} times too large": (count * torch.stack(own).mean(0), add),
+            f"the sum over {count} micro-batches, not their mean": (count * means, add),
+            "as if all micro-batches were of one size": (means, share),
             alone: (last, every),
             f"{alone}, divided": (last / count, every),
+            f"{alone}, weighted": (weighted[:, -1].mean(0), every),
         }
-        judge_gradients(sent["gradients"], own, index, likely)
+        judge_gradients(sent["gradients"], [*weighted.sum(1)], index, likely)
         once = {"all_reduce": [1, last.nbytes]}
         expect_traffic(sent["sent"], once, SENDS, "DDP's own all-reduce is enough.")
 

@@ -19,9 +19,10 @@ TWO = "([[0, 1], [2]], [100, 200, 300], [2, 4, 8], alpha=3, beta=0.25)"
 def averaged(mean, flat="flat"):
     """An accumulation without DDP's all-reduce, from what is sent of the flat gradients and what is made of the sum."""
     return f"""
+samples = sum(len(inputs) for inputs, _ in batches)
 with model.no_sync():
     for inputs, targets in batches:
-        (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()
+        (nn.functional.mse_loss(model(inputs), targets) * len(inputs) / samples).backward()
 flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 flat = {flat}
 dist.all_reduce(flat)
@@ -203,10 +204,13 @@ EXERCISES = [
                 "    for inputs, targets in batches:\n"
                 "        (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()"
             ),
-            "on rank 0, the gradient of parameter 0 is 3 times too large": changed(
-                "accumulate", (" / len(batches)", "")
+            "on rank 0, the gradient of parameter 0 is as if all micro-batches were of one size": changed(
+                "accumulate", ("len(inputs) / samples", "1 / len(batches)")
             ),
-            "on rank 0, the gradient of parameter 0 is that of the last micro-batch alone, divided": changed(
+            "on rank 0, the gradient of parameter 0 is the sum over 3 micro-batches, not their mean": changed(
+                "accumulate", ("len(inputs) / samples * ", "")
+            ),
+            "on rank 0, the gradient of parameter 0 is that of the last micro-batch alone, weighted": changed(
                 "accumulate", ("    backward(inputs, targets)", "    pass")
             ),
             "on rank 0, 2 all-reduces were sent": changed(
@@ -215,7 +219,7 @@ EXERCISES = [
                 ("backward(*batches[-1])", "backward(*batches[-2])\nbackward(*batches[-1])"),
             ),
             f"{THREE}the gradient of parameter 0 is the sum, divided by 2": averaged("flat / 2"),
-            f"{THREE}the gradient of parameter 0 is not one device's": changed("accumulate", ("len(batches)", "3")),
+            f"{THREE}the gradient of parameter 0 is not one device's": changed("accumulate", ("/ samples", "/ 6")),
             "on rank 0, the gradients are right, but the rank sends 6 broadcast calls with 692 bytes besides": (
                 changed(
                     "accumulate",

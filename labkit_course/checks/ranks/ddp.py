@@ -40,16 +40,15 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         return run_row(answer)
     model = DistributedDataParallel(make_linear_model())
     gave, waits, problems = set[str](), list[int](), list[str]()
-    count = micro_batches(dist.get_world_size())
-    batches = [step_batch(dist.get_rank(), step) for step in range(count)]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     if what == "half_hook":
         model.register_comm_hook(None, watch_hook(answer, gave, waits, problems))
     # DDP sends all-reduces from C++, which its group sees as well.
     with GroupTraffic() as traffic:
         if what == "half_hook":
-            mean_squared_error(model, *batches[0]).backward()
+            mean_squared_error(model, *step_batch(rank, 0)).backward()
         else:
-            answer(model, batches)
+            answer(model, [step_batch(*each) for each in micro_batches(rank, ranks)])
     if problems:
         raise WrongAnswer(problems[0])
     dtypes = sorted({call.dtype for call in traffic.calls()})
@@ -232,16 +231,21 @@ def make_linear_model() -> nn.Sequential:
         return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def micro_batches(ranks: int) -> int:
-    """Return how many micro-batches a rank has: another number for each number of ranks."""
-    return ranks + 1
+def micro_batches(rank: int, ranks: int) -> list[tuple[int, int, int]]:
+    """Return the rank, step and rows of a rank's micro-batches.
+
+    They differ in size, in another order on each rank, but every rank has the same number of rows.
+    Their number depends on the number of ranks.
+    """
+    count = ranks + 1
+    return [(rank, step, 1 + (rank + step) % count) for step in range(count)]
 
 
-def step_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def step_batch(rank: int, step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Return a rank's inputs and targets of a step."""
     draw = torch.Generator().manual_seed(10 * step + rank)
-    inputs = torch.randn(ROWS, WIDTHS[0], generator=draw)
-    return inputs, torch.randn(ROWS, WIDTHS[-1], generator=draw)
+    inputs = torch.randn(rows, WIDTHS[0], generator=draw)
+    return inputs, torch.randn(rows, WIDTHS[-1], generator=draw)
 
 
 def mean_squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
