@@ -1,7 +1,5 @@
 """Lab 3's experiments: what rounding does to a loss, what a decode holds, and when coding pays."""
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,14 +79,24 @@ def round_to(steps: int) -> Callable[[Tensor], Tensor]:
     return rounded
 
 
-def clip(weight: Tensor) -> Tensor:
-    """Cut what lies beyond twice the RMS of the matrix."""
-    limit = float(2 * weight.square().mean().sqrt())
-    return weight.clamp(-limit, limit)
+def clip_at(times: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that cuts what lies beyond this many times the RMS of the matrix."""
+
+    def clipped(weight: Tensor) -> Tensor:
+        limit = times * float(weight.square().mean().sqrt())
+        return weight.clamp(-limit, limit)
+
+    return clipped
 
 
-COARSE = {"8 bits": round_to(127), "3 bits": round_to(3), "2 bits": round_to(1), "clipped": clip}
-"""Ways to round trained weights whose two errors and harm differ, for ``rounded_losses``."""
+COARSE = {
+    "8 bits": round_to(127),
+    "3 bits": round_to(3),
+    "2 bits": round_to(1),
+    "clip at 2 RMS": clip_at(2),
+    "clip at 1.5 RMS": clip_at(1.5),
+}
+"""Ways to round trained weights, of which neither error tells the harm, for ``rounded_losses``."""
 
 
 @contextmanager
@@ -98,17 +106,21 @@ def quietly(out: Tensor) -> Iterator[None]:
         yield
 
 
-def lean_post_all_gather(
-    gathered: Sequence[Tensor], note: None, dtype: torch.dtype, *, out: Tensor | None = None
-) -> Any:
-    """Decode int8 rows and their scales a few rows at a time, as exercise 3 asks."""
-    numbers, scales = gathered
-    whole = torch.empty_like(numbers, dtype=dtype) if out is None else out
-    with quietly(whole):
-        for start in range(0, len(whole), 8):
-            rows = slice(start, min(start + 8, len(whole)))
-            whole[rows] = numbers[rows].float() * scales[rows]
-    return (whole, (whole,)) if out is None else None
+def lean_decoder(block: int) -> Callable[..., Any]:
+    """Return a post-all-gather hook that decodes int8 this many rows at a time, see exercise 3."""
+
+    def post_all_gather(
+        gathered: Sequence[Tensor], note: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        numbers, scales = gathered
+        whole = torch.empty_like(numbers, dtype=dtype) if out is None else out
+        with quietly(whole):
+            for start in range(0, len(whole), block):
+                rows = slice(start, min(start + block, len(whole)))
+                whole[rows] = numbers[rows].float() * scales[rows]
+        return (whole, (whole,)) if out is None else None
+
+    return post_all_gather
 
 
 def ledger_mb(
@@ -138,26 +150,16 @@ def decoding_bytes(
     return found
 
 
-def coding_s(encode: Any, decode: Any, shapes: Sequence[Shape], ranks: int) -> float:
-    """Return the median seconds to encode a rank's rows of all matrices and to decode all rows."""
-    shards = [torch.rand(-(-rows // ranks), columns) - 0.5 for rows, columns in shapes]
-    gathered = [tuple(torch.cat([part] * ranks) for part in encode(shard)) for shard in shards]
-    taken = []
-    for _ in range(15):
-        start = time.perf_counter()
-        for shard, parts in zip(shards, gathered, strict=True):
-            encode(shard)
-            decode(parts, torch.float32)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
 def _sent_bytes(shapes: Sequence[Shape], ranks: int) -> tuple[int, int]:
     """Return what a rank sends of all matrices in float32, and in int8."""
     whole, coded = (
         sum(theory.gather_bytes(each, ranks, kind) for each in shapes) for kind in ("fp32", "int8")
     )
     return whole, coded
+
+
+def _by_unit(shapes: Sequence[Shape]) -> list[Sequence[Shape]]:
+    return [shapes[:1], shapes[1:3], shapes[3:5], shapes[5:]]
 
 
 def saved_bytes(shapes: Sequence[Shape], ranks: int) -> int:
@@ -173,7 +175,7 @@ def wire_cases(
 
     Each case has a step in float32 and one with these hooks; both gather a unit ahead.
     """
-    units = [shapes[:1], shapes[1:3], shapes[3:5], shapes[5:]]
+    units = _by_unit(shapes)
     threshold = theory.pays_below(saved_bytes(shapes, ranks), CODING_S, ranks)
     yours = {"extension": "your_hooks", "use": {"add_hooks": add_hooks}}
     options, step_ms = {}, {}
@@ -197,3 +199,33 @@ def wire_cases(
 def saved_ms(step_ms: Mapping[str, float]) -> dict[str, float]:
     """Return how many ms the hooks save in each case of ``wire_cases``."""
     return {case: step_ms[f"float32, {case}"] - step_ms[f"yours, {case}"] for case in CASES}
+
+
+def step_parts(
+    expected_ms: Mapping[str, float],
+    variants: Mapping[str, Mapping[str, Any]],
+    shapes: Sequence[Shape],
+    ranks: int,
+    *,
+    emulated: Mapping[str, float],
+) -> pandas.DataFrame:
+    """Return what each step of ``wire_cases`` waits for in theory, in ms, and what it took.
+
+    A gather waits for what is left: the rest of it hides behind arithmetic.
+    """
+    whole, _ = _sent_bytes(shapes, ranks)
+    rows = {}
+    for label, options in variants.items():
+        hardware = options["emulate"]
+        units = len(_by_unit(shapes)) * (hardware.forward_ms + hardware.unit_backward_ms)
+        reduced = 1e3 * hardware.collective_s("reduce_scatter", ranks * whole, ranks)
+        coding = 2e3 * CODING_S if "use" in options else 0.0
+        rows[label] = {
+            "arithmetic": units,
+            "gathers": expected_ms[label] - units - coding - reduced,
+            "coding": coding,
+            "reduce-scatters": reduced,
+            "theory": expected_ms[label],
+            "emulated": emulated[label],
+        }
+    return pandas.DataFrame.from_dict(rows, orient="index").round().astype(int)

@@ -8,7 +8,7 @@ import torch
 
 import labkit
 from labkit_course.checks import extensions, extensions_at_work
-from labkit_course.checks.ranks.extensions import own_bytes
+from labkit_course.hook_costs import own_bytes
 
 IMPORTS = "import torch\nfrom labkit.tensors import TwoTensor, pad_rows, refill\n\n\n"
 HOOK = "def hook(all_gather_outputs, metadata, param_dtype, *, out=None):"
@@ -205,7 +205,7 @@ def test_right_answers_pass_through_a_launch(answer):
     )
     codec = judge("eight_bit_gather", answer("encode", ROWS), answer("decode", UNSCALE))
     assert codec.startswith("passed: 0.258 of the bytes of float32, and no weight is off by more than 0.003")
-    assert codec.endswith(" of the largest; a rounded int8 reaches 0.0039")
+    assert codec.endswith(" of the largest; half a step of int8 is 0.0039")
 
 
 def test_what_is_wrong_on_the_ranks_becomes_the_verdict(answer):
@@ -265,5 +265,5 @@ def test_the_profiler_sees_the_copies_inside_an_operator_that_multiplies_bfloat1
         whole.copy_(numbers[: len(whole)]).mul_(scales[: len(whole)])
         return (whole, (whole,)) if out is None else None
 
-    assert own_bytes(in_one_go, torch.float32) == 0
-    assert own_bytes(in_one_go, torch.bfloat16) == 2 * 4
+    assert own_bytes(in_one_go, torch.float32, (256, 64)) == 0
+    assert own_bytes(in_one_go, torch.bfloat16, (256, 64)) == 2 * 4

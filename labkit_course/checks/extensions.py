@@ -48,7 +48,7 @@ ZERO_ROW_HINT = "Is something divided by the largest of a row of zeros?"
 @exercise
 def eight_bit_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdict:
     """Exercise 1: a gather with at most 0.26 of float32's bytes and the error of float8."""
-    best = f"; a rounded int8 reaches {theory.rounding_error('int8'):.4f}"
+    best = f"; half a step of int8 is {theory.rounding_error('int8'):.4f}"
     # Whatever its scale, a float8 e4m3fn misses a number by at most half of its eighth.
     return judge_codec(encode, decode, 0.26, 2**-4, best=best)
 

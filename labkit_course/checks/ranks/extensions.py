@@ -1,6 +1,5 @@
 """Train a small FSDP2 model with a learner's all-gather functions."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -11,18 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from labkit import tensors
 from labkit.models.protocol import random_normal
 from labkit.session.counted_group import GroupTraffic
-from labkit.session.timeline import silence_stderr
 from labkit.tensors import Extension, TwoTensor, pad_rows
 from labkit.torch_private import (
     TorchDispatchMode,
     unsafe_preserve_version_counter,
 )
 from labkit_course.checks.judge import WrongAnswer, answer_name, error_text, expect
+from labkit_course.hook_costs import own_bytes
 
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
@@ -111,35 +109,7 @@ def run_lean(mesh: DeviceMesh, dtype: torch.dtype, hook: Hook) -> dict[str, Any]
         shard.fsdp_post_all_gather = hook
 
     found = run_both(mesh, dtype, add_lean_hooks)
-    return found | {"own": own_bytes(hook, dtype)}
-
-
-def own_bytes(hook: Hook, dtype: torch.dtype) -> float:
-    """Return the bytes a number that a hook for int8 allocates at most, without the parameter."""
-    rows, columns = LEAN_SHAPE
-    gathered = torch.ones(LEAN_SHAPE, dtype=torch.int8), torch.ones(rows, 1)
-    # The last rank's shard is shorter, as FSDP cuts the padding off.
-    out = torch.empty(rows - 1, columns, dtype=dtype)
-    peaks = []
-    for given in ({}, {"out": out}):
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with silence_stderr():
-            profiler.start()
-        answer = hook(gathered, None, dtype, **given)
-        with silence_stderr():
-            profiler.stop()
-        made = 0 if given else answer[0].nbytes
-        peaks.append((peak_allocated(profiler) - made) / gathered[0].numel())
-    return max(peaks)
-
-
-def peak_allocated(profiler: profile) -> int:
-    """Return the most bytes that a profiled part has allocated at once, also inside operators."""
-    recorded: Any = profiler.profiler
-    events = recorded.kineto_results.events()
-    memory = [each for each in events if each.name() == "[memory]"]
-    changes = [each.nbytes() for each in sorted(memory, key=lambda each: each.start_ns())]
-    return max(itertools.accumulate(changes, initial=0))
+    return found | {"own": own_bytes(hook, dtype, LEAN_SHAPE)}
 
 
 def train_with_hooks(mesh: DeviceMesh, dtype: torch.dtype, add_hooks: Hook) -> dict[str, Any]:
