@@ -354,9 +354,8 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 #
 # <details><summary>Hint 1</summary>
 #
-# Which of these rows does each block have, and in which dtype are they in `train.py`? The backward pass
-# begins with the last block, when no other block's gradient is being reduced, and ends with block 0, when none is left
-# to gather ahead.
+# Which of these rows does each block have, and in which dtype are they in `train.py`? The backward pass begins with the
+# last block, when no other block's gradient is being reduced, and ends with block 0, when none is left to gather ahead.
 #
 # </details>
 #
