@@ -22,7 +22,6 @@
 # ## What this machine can do
 
 # %% tags=["nbval-ignore-output"]
-import itertools
 import math
 import time
 from pathlib import Path
@@ -657,11 +656,12 @@ networks = {"as assumed": {}, "half_the_bandwidth": {"bandwidth_share": 0.5}, "s
 waits = (sent["calls"] * sent["messages"]).groupby(level=0).sum()
 sent_gb = sent["gb"].groupby(level=0).sum()
 steps = {}
-for (name, slower), (mesh, run) in itertools.product(networks.items(), meshes.items()):
+for name, slower in networks.items():
     gpus = on_network(**slower)
-    between, step = gpus.links.between, estimate_rank_step(run, gpus).time
-    terms = [waits[mesh] * between.alpha_s, 1e9 * sent_gb[mesh] * between.beta_s_per_byte]
-    steps[name, mesh] = [*terms, step.compute_s, step.exposed_s, step.step_s]
+    for mesh, run in meshes.items():
+        step, card = estimate_rank_step(run, gpus).time, gpus.links.between
+        terms = [waits[mesh] * card.alpha_s, 1e9 * sent_gb[mesh] * card.beta_s_per_byte]
+        steps[name, mesh] = [*terms, step.compute_s, step.exposed_s, step.step_s]
 steps = pandas.DataFrame(steps, index=["messages_s", "bytes_s", "compute_s", "exposed_s", "step_s"]).T
 display(steps.round(3))
 quicker = {name: 64 if steps.loc[name, "step_s"].idxmin().endswith("None") else 8 for name in networks}
