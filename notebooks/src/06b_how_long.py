@@ -3,9 +3,7 @@
 #
 # Lab 6 said what fits on a cluster, to the byte. A simulation has no clock, so its seconds are **estimated**, from what
 # the program does and a table of hardware. One figure of that table is a guess, and at 1024 GPUs almost everything
-# hangs on it; section 8 asks what would test it.
-#
-# The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
+# hangs on it. The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
 #
 # After this lab you can
 #
@@ -14,8 +12,8 @@
 # - give an estimate as a range, and compare ways although it is wide;
 # - choose for a network that you do not know, and defend the choice.
 #
-# You need labs 0, 2 and 6. The lab takes about {core_minutes} minutes, and its exercises are marked • (easy), ••
-# (harder) or ••• (hard).
+# You need labs 0, 2 and 6. The lab takes about {core_minutes} minutes, and its exercises are marked • (easy) or ••
+# (harder).
 #
 # ## What this machine can do
 
@@ -39,7 +37,15 @@ from labkit_simulate import plots as simulate_plots
 from labkit_simulate.estimate import COMPUTE_ERROR, LINK_ERROR, estimate_rank_step
 from labkit_simulate.theory import simulation as theory
 from labkit_simulate.theory.hardware import get_hardware
-from labkit_simulate.theory.reference_results import estimated_over_published, published_by
+from labkit_simulate.theory.reference_results import (
+    A100_RESULTS,
+    H100_RESULTS,
+    IBM_RESULTS,
+    VTRAIN_FITTED,
+    VTRAIN_RESULTS,
+    estimated_over_published,
+    published_by,
+)
 from labkit_simulate.theory.step_time import Group, Operator, collective_s, operator_s
 from labkit_simulate.theory.transformer import LLAMA_2_7B
 from launch.given import TRAIN
@@ -122,18 +128,16 @@ claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 # How long a hop takes depends on NCCL's **protocol**, the way in which data go from one GPU to the next. *Simple* sends
 # large pieces with a signal for each. *LL* and *LL128* send short lines that bring their own signal, so a hop has a
 # shorter latency, but a part of each line is no payload. To choose among Simple, LL128 and LL, NCCL compares 14, 4 and
-# 2.7 µs a hop between hosts. labkit keeps these ratios: 78 µs for Simple become 78 · 2.7 / 14 = 15 µs for LL.
+# 2.7 µs a hop between hosts. labkit keeps these ratios, with 78 µs for Simple.
 #
 # With each protocol, whose figures the next table has,
 #
 # - a **gather** takes about 35 µs for the call + hops inside · their latency + hops between · theirs + bytes / (345 GB/s
 #   · payload);
-# - a **reduce-scatter** takes as long as a gather of as many bytes;
-# - an **all-reduce** takes the quicker of two algorithms: a ring costs a reduce-scatter and a gather, and a **tree** of
-#   the hosts 2 · log2(hosts) hops between them, with twice the bytes.
+# - a **reduce-scatter** takes as long as a gather of as many bytes.
 #
 # The 35 µs, and the copies on the GPU that leave 345 of its 450 GB/s, were fitted to A100s. The eight cards of a host
-# reach 380 GB/s together, so they are no bottleneck, if you have them for yourself.
+# reach 380 GB/s together, so they are no bottleneck; one card for the whole host, with 47.5 GB/s, is one.
 #
 # Commit: how many milliseconds does a gather of a block take on 128 hosts, by each protocol?
 
@@ -177,9 +181,9 @@ pandas.DataFrame(gathers).rename_axis("milliseconds, by hosts").round(2)
 
 # %% [markdown]
 # *The more hosts there are, the more the shorter latency is worth: on one host Simple is the quickest, on 8 LL128, and
-# on 128 LL.* There a gather takes four times as long as on one host, with Simple twelve times. But NCCL does not know
-# the 78 µs. It decides by its own 14, with which LL128 is the quickest, and the gather takes
-# 5.16 ms instead of 4.60. We go on with the quickest, and section 5 says how much that hides.
+# on 128 LL.* There a gather takes four times as long as on one host. But NCCL decides by its own 14 µs, with which
+# LL128 is the quickest, and the gather takes 5.16 ms instead of 4.60. We go on with the quickest; sections 5 and 7 say
+# how much that hides.
 #
 # *Takeaway: over many hosts a gather waits for hops as well as for bytes, and NCCL chooses the protocol by its own
 # table, not by your network.*
@@ -194,7 +198,6 @@ nccl_ms = [gather_ms(BLOCK_BYTES, 128, each.with_network(latency_us=14)) for eac
 claim("by its own 14 µs NCCL takes LL128", nccl_ms[1] == min(nccl_ms))
 claim("5.16 ms instead of 4.60", [round(gathers[name][128], 2) for name in ("LL128", "LL")] == [5.16, 4.60])
 claim("four times as long as on one host", 3.9 < block_ms[128] / block_ms[1] < 4.3)
-claim("with Simple twelve times", 11.5 < gathers["Simple"][128] / block_ms[1] < 12.5)
 claim("the middle of the two, by ratio, is 78", round((14 * 434) ** 0.5) == 78)
 claim("78 µs become 15 µs for LL", round(hops_us["LL"][1], 1) == round(78 * 2.7 / 14, 1) == 15.0)
 by_hand_ms = {
@@ -299,24 +302,11 @@ checks.backward_s(backward_s)
 
 # %% [markdown]
 # Now a whole step of `train.py`, whose time a simulation with `hardware=` estimates. We take the first 8 of the 32
-# blocks, so that you can tell them apart. Embedding, last norm and output layer belong to the root. The last two
-# compute at the end, as a unit that we call the **head**, which has nothing left to gather. This is how long units
-# compute, by the record of 8 GPUs:
+# blocks. Embedding, last norm and output layer belong to the root. The last two compute at the end, as a unit that we
+# call the **head**, which has nothing left to gather. This is how long units compute, by the record of 8 GPUs:
+
 
 # %% tags=["nbval-ignore-output"]
-task = {"layers": 8, "sequence": SEQUENCE}
-one_host, many_hosts = (labkit.simulate(TRAIN, world_size=ranks, hardware=GPUS, **task) for ranks in (8, RANKS))
-units = checks.unit_times(one_host)
-shown = units.assign(gathered=["once", "in both passes", "no"], reduce_scattered=["last", "yes", "no"])
-shown.rename_axis("unit, ms").round(1)
-
-
-# %% [markdown]
-# Commit: when has the backward pass sent its last gradients, in ms, on one host and on all? Let your functions say it:
-# `lambda: passes_ms(1, forward_s, backward_s)[1]`. The figure will show your answers as dashed lines.
-
-
-# %%
 def reduce_ms(parameters: int, hosts: int) -> float:
     """Milliseconds of a reduce-scatter in float32, which has the bytes of a gather of as many."""
     return 1e3 * collective_s("reduce_scatter", 4 * parameters, Group(8 * hosts, hosts), GPUS)
@@ -332,16 +322,29 @@ def passes_ms(hosts: int, forward: Any, backward: Any) -> tuple[float, float]:
     return end, end + backward([0.0, *blocks, 0.0], computes, [0.0, *reduces, reduce_ms(root, hosts)])
 
 
+task = {"layers": 8, "sequence": SEQUENCE}
+one_host, many_hosts = (labkit.simulate(TRAIN, world_size=ranks, hardware=GPUS, **task) for ranks in (8, RANKS))
+units = checks.unit_times(one_host)
+shown = units.assign(gathered=["once", "in both passes", "no"], reduce_scattered=["last", "yes", "no"])
+shown.rename_axis("unit, ms").round(1)
+
+
+# %% [markdown]
+# Commit, by hand: when has the backward pass sent its last gradients, in ms, on one host and on all? A gather of a block
+# takes 1.1 and 4.6 ms, its reduce-scatter in float32 2.1 and 6.3. The figure shows your bets dashed, the table what your
+# functions say.
+
 # %% tags=["commit"]
 mine_passes = commit(one_host_ms=None, many_hosts_ms=None)
 ### BEGIN SOLUTION
-mine_passes = commit(
-    one_host_ms=lambda: passes_ms(1, forward_s, backward_s)[1],
-    many_hosts_ms=lambda: passes_ms(HOSTS, forward_s, backward_s)[1],
-)
+mine_passes = commit(one_host_ms=8 * (2.7 + 5.6) + 6, many_hosts_ms=8 * (4.6 + 4.6 + 6.3) + 6)
 ### END SOLUTION
 
 # %%
+by_functions = commit(
+    one_host_ms=lambda: passes_ms(1, forward_s, backward_s)[1],
+    many_hosts_ms=lambda: passes_ms(HOSTS, forward_s, backward_s)[1],
+)
 steps, ends_ms = {"one_host_ms": one_host, "many_hosts_ms": many_hosts}, {}
 ax_steps = plots.timelines_by_run({"8 GPUs": one_host, f"{RANKS} GPUs": many_hosts})
 for place, (name, result) in enumerate(steps.items()):
@@ -349,12 +352,13 @@ for place, (name, result) in enumerate(steps.items()):
     ends_ms[name] = (sent.start_us + sent.dur_us).max() / 1e3
     if mine_passes[name]:
         _ = ax_steps.plot([mine_passes[name]] * 2, [2.4 * place - 0.5, 2.4 * place + 1.5], **style.PREDICTION_STYLE)
-plots.comparison_table(ends_ms, yours=mine_passes, tolerance=0.05, column="simulated")
+compared = plots.comparison_table(ends_ms, by_functions, yours=mine_passes, tolerance=0.1, column="simulated")
+compared.rename(columns={"theory": "functions", "theory is": "functions are"})
 
 # %% [markdown]
 # *On one host gathers hide behind the block that computes. On 128 hosts the step takes three quarters longer.* Two
 # thirds of what is exposed is in the backward pass, where a block's gather has to wait for a reduce-scatter. The
-# simulation follows the same rule, so this tests your functions, not the rule.
+# simulation follows the rule of your functions, so it does not test the rule.
 #
 # *Takeaway: messages hide as long as a block computes for longer than they take: a gather in the forward pass, a
 # reduce-scatter and a gather in the backward pass.*
@@ -373,15 +377,16 @@ turn_us = many_hosts.frame.query("lane == 'compute' and phase == 'backward'").st
 late = waits[waits.start_us >= turn_us].dur_us.sum() / waits.dur_us.sum()
 claim("two thirds of what is exposed is in the backward pass", 0.6 < late < 0.73, where=TOLD)
 claim("a reduce-scatter has the bytes of a gather", abs(reduce_ms(10**6, 1) / gather_ms(4e6, 1) - 1) < 0.05)
+told_ms = [(gather_ms(BLOCK_BYTES, hosts), reduce_ms(BLOCK_BYTES // 2, hosts)) for hosts in (1, 128)]
+claim("1.1 and 4.6 ms, 2.1 and 6.3", [[round(ms, 1) for ms in row] for row in told_ms] == [[1.1, 2.1], [4.6, 6.3]])
 
 # %% [markdown]
 # ## 4. What does a scaling plot hide? ({minutes} minutes)
 #
-# The shape of the model gives the memory and the time of a step for any number of GPUs, by the same rule.
-# These steps are 1 to 3 % shorter than simulated ones, as small operators are left out. Two questions hide in the
-# word *scaling*. **Weak**: each GPU keeps one sequence. **Strong**: the step keeps its 1024 sequences, so that each of
-# 256 GPUs has 4, and each of 1024 has one, where both questions mean the same step. Fewer than 256 are not
-# drawn, as 8 sequences do not fit into the 80 GiB of an H100.
+# The shape of the model gives the memory and the time of a step for any number of GPUs, by the same rule. Two
+# questions hide in the word *scaling*. **Weak**: each GPU keeps one sequence. **Strong**: the step keeps its 1024
+# sequences, so that each of 256 GPUs has 4, and each of 1024 has one. Fewer than 256 are not drawn, as 8 sequences do
+# not fit into the 80 GiB of an H100.
 
 # %%
 sizes = [8 << doublings for doublings in range(8) if 8 << doublings <= RANKS]
@@ -424,14 +429,16 @@ percents = {f"{label}_percent": 100 * points[RANKS] for label, points in kept.it
 plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimated")
 
 # %% [markdown]
-# *The same numbers, but for one GPU and on an axis that begins at 0: at 1024 GPUs each has lost half of its speed, or
-# nearly so.*
+# *The same numbers, but for one GPU and on an axis that begins at 0: at 1024 GPUs each has lost about half of its
+# speed.* In strong scaling the last doubling, a flat line above, buys nothing: a step takes 517 ms on 512 GPUs and 515
+# on 1024.
 #
 # <details><summary>Where does the time go?</summary>
 #
 # In weak scaling it gains a little at first, as its optimizer has a smaller shard to update. Each GPU computes for as
-# long as before. Up to 256 GPUs messages hide behind it, and at 1024 they do not. In strong scaling each GPU computes a
-# quarter of what it did among 256, and its gathers have more hops.
+# long as before, and up to 256 GPUs a step takes no longer than on 8. From there on gathers have so many hops that they
+# outlast the computation. In strong scaling 512 GPUs have two sequences each, and hide nearly all messages. 1024 have
+# one: they compute half as long, and wait for gathers of twice as many hops instead.
 #
 # </details>
 #
@@ -439,27 +446,26 @@ plots.comparison_table(percents, yours=mine_kept, tolerance=0.1, column="estimat
 
 # %% tags=["claim"]
 lost = [1 - points[RANKS] for points in kept.values()]
-claim("each has lost half of its speed, or nearly so", all(0.4 < part < 0.6 for part in lost), where=TOLD)
+claim("each has lost about half of its speed", all(0.4 < part < 0.6 for part in lost), where=TOLD)
 claim("at first it gains a little", 1 < kept["weak"][64] < 1.1, where=TOLD)
-claim("up to 256 GPUs messages hide", kept["weak"].get(256, 1) > 0.95, where=TOLD)
-by_shape_s = {n: theory.sharded_step_s(None, n, 8, SEQUENCE, GPUS) for n in (8, RANKS)}
-shorter = [1 - by_shape_s[each.world_size] / each.value("reckoned_step_s") for each in steps.values()]
-claim("1 to 3 % shorter than simulated ones", all(0.005 < part < 0.035 for part in shorter), where=TOLD)
+claim("up to 256 no longer than on 8", all(kept["weak"][n] > 0.995 for n in sizes if n <= 256), where=TOLD)
+ends_s = [RANKS * SEQUENCE / speeds["strong"].get(n, 1) for n in (512, 1024)]
+claim("517 ms on 512 GPUs and 515 on 1024", [round(1e3 * each) for each in ends_s] == [517, 515], where=TOLD)
 claim("4 sequences fit, 8 do not", TOLD and needed_gib[256] < 80 < needed_gib[128], where=TOLD)
 
 # %% [markdown]
 # ## 5. How sure is that? ({minutes} minutes)
 #
 # What hurts 1024 GPUs most? Commit: how much of the speed that it has among 8 does a GPU keep, in percent, with a
-# latency of 434 µs, with half of each card, and with Simple alone? With 78 µs, whole cards and the quickest protocol it
-# keeps 56 % (8 blocks; 55 % with all 32).
+# latency of 434 µs, with one card for the whole host, and with LL128 alone, as NCCL chooses? With 78 µs, eight cards and
+# the quickest protocol it keeps 56 % (8 blocks; 55 % with all 32).
 #
 # Then turn the figures yourself, and try twice the tokens.
 
 # %% tags=["commit"]
-mine_hurt = commit(latency_434=None, half_cards=None, simple=None)
+mine_hurt = commit(latency_434=None, one_card=None, ll128=None)
 ### BEGIN SOLUTION
-mine_hurt = commit(latency_434=25, half_cards=45, simple=25)
+mine_hurt = commit(latency_434=25, one_card=25, ll128=50)
 ### END SOLUTION
 
 
@@ -471,7 +477,7 @@ def left(**turned: Any) -> int:
     return round(100 * many.tokens_per_s / few.tokens_per_s)
 
 
-hurt = {"latency_434": left(latency_us=434), "half_cards": left(share=0.5), "simple": left(protocol=(SIMPLE,))}
+hurt = {"latency_434": left(latency_us=434), "one_card": left(share=1 / 8), "ll128": left(protocol=(LL128,))}
 display(plots.comparison_table(hurt, yours=mine_hurt, tolerance=0.1, column="estimated"))
 widgets.StepExplorer()
 
@@ -479,22 +485,20 @@ widgets.StepExplorer()
 # <details><summary>What you should have found</summary>
 #
 # With 14 µs a GPU keeps 85 %. With twice the tokens, at 78 µs, it keeps 89 %, because a longer computation hides a
-# longer gather.
+# longer gather. With LL128 at 434 µs it keeps 16 % instead of 21.
 #
 # </details>
 #
-# So the result is a **range**, and the name of the figure that decides. Every task of a step is scheduled once as short
-# as its factor allows, and once as long:
+# So the result is a **range**. Every task of a step is scheduled once as short as its factor allows, and once as long:
 #
 # | task | factor | within it |
 # |---|---|---|
-# | computation | 1.2 | 21 of 22 published steps that hide their network |
+# | computation | 1.2 | 21 of 22 published steps that hide their network: torchtitan 8, IBM 12, vTrain 2 |
 # | collective over a measured network | 1.25 | 328 of 329 measured all-reduces, predicted from others |
 # | collective over one that nobody measured | none | 3 of 9 all-reduces between B200s, predicted from one host, within 1.25 |
 #
-# So take an unknown network at both of its ends, 14 and 434 µs, as if each were measured. The range holds one thing
-# fixed: that NCCL takes the quickest protocol. With LL128, which its own table chooses from 8 hosts on, a step of 1024
-# GPUs takes 6 % longer at 78 µs, and 30 % at 434. With up to 128 GPUs it takes as long as before.
+# The step that set the 0.437 of section 1, torchtitan's on 8 H100s, is none of the 22. Take an unknown network at both of
+# its ends, 14 and 434 µs, as if each were measured.
 #
 # *Takeaway: an estimate is a range with the name of the figure behind it, and a factor counts only with what it
 # covers.*
@@ -502,16 +506,17 @@ widgets.StepExplorer()
 
 # %% tags=["claim"]
 turned = [left(), *hurt.values(), left(latency_us=14), left(tokens=4096)]
-claim("56, 21, 42, 23, 85 and 89 %", turned == [56, 21, 42, 23, 85, 89])
+claim("56, 21, 18, 53, 85 and 89 %", turned == [56, 21, 18, 53, 85, 89])
 claim("55 % with all 32", round(100 * kept["weak"][RANKS]) == 55, where=TOLD)
-by_choice = {
-    (size, us): theory.sharded_step_s(size, 1024, 8, 2048, ONE_PROTOCOL["LL128"].with_network(latency_us=us))
-    / theory.sharded_step_s(size, 1024, 8, 2048, GPUS.with_network(latency_us=us))
-    for size in (64, 128, 1024)
-    for us in (78, 434)
-}
-claim("6 and 30 % longer", [round(by_choice[1024, us], 2) for us in (78, 434)] == [1.06, 1.3])
-claim("with up to 128 as long as before", all(abs(by_choice[n, us] - 1) < 0.01 for n in (64, 128) for us in (78, 434)))
+claim("16 % instead of 21", (left(latency_us=434, protocol=(LL128,)), turned[1]) == (16, 21))
+no_fit = [each for rows in (H100_RESULTS, A100_RESULTS) for each in rows[1:]]
+ratios_hidden = [each.tokens_per_s / each.estimate_step().tokens_per_s for each in (*no_fit, *IBM_RESULTS)]
+alone = [each for each in VTRAIN_RESULTS[1:] if each.setup.tensor == 1]
+ratios_hidden += [each.setup.estimate_step(each.hosts).step_s / each.step_s for each in alone]
+claim("8, 12 and 2 published steps", (len(no_fit), len(IBM_RESULTS), len(alone)) == (8, 12, 2))
+claim("21 of 22 within 1.2", sum(1 / 1.2 <= ratio <= 1.2 for ratio in ratios_hidden) == 21)
+waits_of = [each.estimate_step().time for each in (*no_fit, *IBM_RESULTS)]
+claim("they hide their network", all(each.exposed_s < 0.05 * each.step_s for each in waits_of))
 by_table = [gather_ms(BLOCK_BYTES, 8, each.with_network(latency_us=14)) for each in ONE_PROTOCOL.values()]
 claim("LL128 from 8 hosts on", by_table[1] == min(by_table))
 claim("1.2 and 1.25", (COMPUTE_ERROR, LINK_ERROR) == (1.2, 1.25))
@@ -519,24 +524,47 @@ claim("1.2 and 1.25", (COMPUTE_ERROR, LINK_ERROR) == (1.2, 1.25))
 # %% [markdown]
 # ## 6. Which way is quicker? ({minutes} minutes)
 #
+# A provider does not name its network. You choose twice: here how to shard, in section 7 how many GPUs to rent.
+#
 # In lab 6 `shard_over` decided about memory. At 1024 GPUs it decides about time: groups of so many neighbours share a
 # model, and gathers stay within the group. Between the groups an all-reduce adds up the gradients, while the backward
-# pass goes on. This is **HSDP**, hybrid sharding. Here are three of seven ways to shard the 8 blocks:
+# pass goes on. This is **HSDP**, hybrid sharding.
+#
+# Commit, at 78 µs: how many ms does a step of the 8 blocks take in groups of 8, and of 32? One group of 1024 took 143.
+
+# %% tags=["commit"]
+mine_ways = commit(groups_of_8=None, groups_of_32=None)
+### BEGIN SOLUTION
+mine_ways = commit(groups_of_8=80, groups_of_32=110)
+### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
 how = task | {"world_size": RANKS, "hardware": GPUS}
 ways = {size: labkit.simulate(TRAIN, shard_over=size, **how) for size in (8, 16, 32, 64, 128, 256) if size < RANKS}
 ways[RANKS] = many_hosts
-_ = plots.timelines_by_run({f"groups of {size}": ways[size] for size in (8, 32, RANKS)})
+ax_ways = plots.timelines_by_run({f"groups of {size}": ways[size] for size in (8, 32, RANKS)})
+for place, bet in enumerate(mine_ways.values()):
+    _ = ax_ways.plot([bet] * 2, [2.4 * place - 0.5, 2.4 * place + 1.5], **style.PREDICTION_STYLE) if bet else None
+ways_ms = {f"groups_of_{size}": 1e3 * ways[size].value("reckoned_step_s") for size in (8, 32)}
+plots.comparison_table(ways_ms, yours=mine_ways, tolerance=0.1, column="simulated")
 
 # %% [markdown]
 # *Groups of 8 gather inside a host, but the all-reduces of their large shards go on after the backward pass. One group
 # of 1024 needs no all-reduce, but its gathers are exposed, and groups of 32 have little of both.*
 #
-# Now at the four corners of what we do not know: 14 or 434 µs, whole cards or half. The range covers all four:
+# <details><summary>How long does an all-reduce take?</summary>
+#
+# The quicker of two algorithms. A ring costs a reduce-scatter and a gather. A **tree** of the hosts has 2 · log2(hosts)
+# hops between them, and twice the bytes.
+#
+# </details>
+#
+# Now all seven ways at the four corners of what we do not know, 14 or 434 µs, and 8 cards for a host or 1, with the range
+# over all four:
 
 # %%
-NETWORKS = {"14 µs": (14, 1.0), "14 µs, half": (14, 0.5), "434 µs": (434, 1.0), "434 µs, half": (434, 0.5)}
+NETWORKS = {"14 µs, 8 cards": (14, 1.0), "14 µs, 1 card": (14, 1 / 8)}
+NETWORKS |= {"434 µs, 8 cards": (434, 1.0), "434 µs, 1 card": (434, 1 / 8)}
 estimates = {
     size: [estimate_rank_step(way, checks.network(*each)) for each in NETWORKS.values()] for size, way in ways.items()
 }
@@ -548,12 +576,11 @@ steps_ms = 1e3 * pandas.DataFrame.from_dict(step_rows, orient="index", columns=[
 steps_ms.rename_axis("shard_over, ms").round(1)
 
 # %% [markdown]
-# *All the ranges overlap.* But the low end of one belongs to a quick network and the high end of another to a slow one.
-# So compare ways on the same network. A way is **out** if another is nowhere slower by more than a margin, and
-# somewhere quicker by more.
+# *All the ranges overlap.* But a low end belongs to a quick network and a high end to a slow one. So compare ways network
+# by network: a way is **out** if another is nowhere slower by more than a margin, and somewhere quicker by more.
 #
-# Which margin? Errors that both ways share cancel, but nobody measured how much they share. Try up to 20 %. The last
-# column continues the steps to all 32 blocks, each as long as the one before.
+# Which margin? Errors that both ways share cancel, but nobody measured how much they share. The last column continues
+# the steps to all 32 blocks, each as long as the one before.
 
 # %%
 still_in = {
@@ -564,8 +591,8 @@ left_in = {f"left, {blocks} blocks": [", ".join(map(str, row)) for row in rows] 
 pandas.DataFrame(left_in, index=["5 %", "10 %", "20 %"]).rename_axis("margin")
 
 # %% [markdown]
-# *Groups of 16 and 32 are left with 10 % as with 20. Groups of 8 lose with half cards, and those
-# above 32 where the latency is long, too.* Groups of 64 are at the edge.
+# *Groups of 16 are left with every margin.* Groups of 8 lose where a host has one card, as each GPU all-reduces an eighth
+# of the gradients instead of a sixteenth. Those above 64 lose where the latency is long, as their gathers have more hops.
 #
 # *Takeaway: to compare two ways, put both on the same network. Overlapping ranges alone do not make them equal.*
 
@@ -579,18 +606,14 @@ slow_s, quick_s = (
 )
 claim("a tree has 2 · log2(hosts) hops", round((slow_s - quick_s) / 64e-6, 6) == 2 * numpy.log2(128))
 claim("all the ranges overlap", steps_ms["low"].max() < steps_ms["high"].min(), where=TOLD)
-left_with = [row for rows in still_in.values() for row in rows[1:]]
-claim("16 and 32 are left with 10 and 20 %", all({16, 32} <= {*row} for row in left_with), where=TOLD)
-with_64 = [(blocks, place) for blocks, rows in still_in.items() for place, row in enumerate(rows) if 64 in row]
-claim("64 only with 8 blocks and 20 %", with_64 == [(8, 2)], where=TOLD)
-claim("and no others", not any({*row} - {16, 32, 64} for rows in still_in.values() for row in rows), where=TOLD)
-best_ms = steps_ms.min()
-larger = [steps_ms.loc[size] for size in (64, 128, 256, 1024) if TOLD]
-claim(
-    "larger ones lose on the slow network", all(row["434 µs, half"] > 1.1 * best_ms["434 µs, half"] for row in larger)
-)
-halves = [name for name in NETWORKS if "half" in name]
-claim("groups of 8 lose with half cards", (steps_ms.loc[8, halves] > 1.2 * best_ms[halves]).all(), where=TOLD)
+rows_left = [row for rows in still_in.values() for row in rows]
+claim("16 is left with every margin", all(16 in row for row in rows_left), where=TOLD)
+claim("and none above 64", not any(size > 64 for row in rows_left for size in row), where=TOLD)
+over_best = steps_ms / steps_ms.min()
+claim("groups of 8 lose with one card", (over_best.loc[8, ["14 µs, 1 card", "434 µs, 1 card"]] > 1.1).all(), where=TOLD)
+larger = over_best["434 µs, 8 cards"][[size for size in ways if size > 64]]
+claim("larger ones lose where the latency is long", (larger > 1.2).all(), where=TOLD)
+claim("one group took 143", round(ends_ms["many_hosts_ms"]) == 143, where=TOLD)
 waiting = {
     size: ways[size].value("reckoned_exposed_s") / ways[size].value("reckoned_step_s") for size in (8, 32, RANKS)
 }
@@ -599,13 +622,13 @@ claim("32 has the least exposed", waiting[32] < waiting[8] < waiting[RANKS], whe
 # %% [markdown]
 # ## 7. Defend a choice ({minutes} minutes)
 #
-# A company wants all 32 blocks trained for a million steps of 1536 sequences, with 2048 tokens each. A provider asks 3
-# dollars for the hour of a GPU in a cluster of 384, 2.50 with 512, 2 with 768 and 1.20 with 1536. It does not name the
-# network: a *quick* one has 14 µs and a card for each GPU, a *slow* one 434 µs and one card for each host. They write:
+# A company wants all 32 blocks trained for a million steps of 1536 sequences, with 2048 tokens each. The provider asks
+# 3 dollars for the hour of a GPU in a cluster of 384, 2.50 with 512, 2 with 768 and 1.20 with 1536. Its network is the
+# first corner of section 6, *quick*, or the last, *slow*. The company writes:
 #
 # > It must be over in 18 days. If no plan can promise that, tell us so. Beyond that only the bill counts.
 #
-# The table has the most days that each plan may take, and the bill for the middle of its range:
+# The table has the most days that each plan may take, in groups of 16 or in one, and the bill for the middle of its range:
 
 # %%
 rented = checks.rental_plans()
@@ -614,7 +637,10 @@ columns |= {f"{at}: 1,000 $": [plan["bills"][at] / 1e3 for plan in rented.values
 pandas.DataFrame(columns, index=[*rented]).round(1)
 
 # %% [markdown]
-# ### Exercise 3: what would you rent? (•••, {minutes} minutes)
+# *On the slow network groups of 16 take as long on 1536 GPUs as on 512.* There a step waits for its messages, and more
+# GPUs shorten only the computation beside them.
+#
+# ### Exercise 3: what would you rent? (••, {minutes} minutes)
 #
 # What is a low bill, if nobody knows the network? Three rules can be defended, and each rents another plan:
 #
@@ -669,7 +695,8 @@ checks.choose(choose)
 # %% [markdown]
 # *The smallest worst bill rents 384 GPUs, the smallest sum 512, and the smallest regret 768, all in groups of 16. One
 # group is late on the slow network.* The first rule suits a fixed budget, the second a company that rents often, the
-# third one that is asked afterwards why it did not pay less.
+# third one that is asked afterwards why it did not pay less. With LL128 alone a plan takes up to 4 % longer, and each
+# rule rents the same.
 #
 # *Takeaway: name the rule by which you chose, and promise the far end of the range.* If much hangs on the network,
 # measure it: `all_gather_perf` of nccl-tests takes minutes.
@@ -679,18 +706,42 @@ by_rule = [checks.rented(rule, rented, checks.DEADLINE_DAYS) for rule in list(ch
 claim("384, 512 and 768 in groups of 16", by_rule == [f"{gpus} GPUs, groups of 16" for gpus in (384, 512, 768)])
 lone = {name: plan for name, plan in rented.items() if "one group" in name}
 claim("one group is late", min(plan["days"]["slow"][1] for plan in lone.values()) > checks.DEADLINE_DAYS)
+claim("corners of section 6", [NETWORKS["14 µs, 8 cards"], NETWORKS["434 µs, 1 card"]] == [*checks.NETWORKS.values()])
+tied = [rented[f"{gpus} GPUs, groups of 16"]["days"]["slow"][1] for gpus in (512, 768, 1536)]
+claim("as long on 1536 GPUs as on 512", max(tied) < 1.02 * min(tied))
+
+
+def with_ll128(name: str, at: str) -> float:
+    """How many times as long a plan takes if NCCL has LL128 alone."""
+    number, hosts = int(name.split()[0]), checks.network(*checks.NETWORKS[at])
+    how = {"shard_over": None if name in lone else 16, "ranks": number, "layers": None, "sequence": 2048}
+    how |= {"batch": 1536 // number}
+    only = hosts.with_network(protocols=(LL128,))
+    return theory.sharded_step_s(hosts=only, **how) / theory.sharded_step_s(hosts=hosts, **how)
+
+
+ratios_ll128 = {name: {at: with_ll128(name, at) for at in checks.NETWORKS} for name in rented}
+plans_ll128 = {
+    name: {
+        "days": {at: [ratio * end for end in rented[name]["days"][at]] for at, ratio in row.items()},
+        "bills": {at: ratio * rented[name]["bills"][at] for at, ratio in row.items()},
+    }
+    for name, row in ratios_ll128.items()
+}
+claim("up to 4 % longer", 1.03 < max(max(row.values()) for row in ratios_ll128.values()) < 1.045)
+ll128_rents = [checks.rented(rule, plans_ll128, checks.DEADLINE_DAYS) for rule in list(checks.RULES)[:3]]
+claim("each rule rents the same", ll128_rents == by_rule)
 
 # %% [markdown]
 # ## 8. Is it true? ({minutes} minutes)
 #
-# Others have published steps. Some of them copy the model to every group by DDP (lab 4), or cut each matrix within a
-# group by tensor parallelism (lab 5).
+# Others have published steps, some with DDP (lab 4) or tensor parallelism (lab 5).
 #
 # | steps | by | with | predicted? |
 # |---|---|---|---|
-# | 12 | IBM | FSDP, HSDP | yes, but they helped to set the 1.2 of section 5 |
+# | 12 | IBM | FSDP, HSDP | yes, but set the 1.2 of section 5 |
 # | 2 | torchtitan | FSDP, tensor parallelism | yes |
-# | 17 | vTrain | DDP, tensor parallelism in a host | yes |
+# | 17 | vTrain | DDP, tensor parallelism in a host | yes, but 2 set the 1.2, too |
 # | 5 | vTrain | DDP, tensor parallelism over two hosts | no: they set its number of network cards, at 78 µs |
 #
 # Three bets: how many of the 31 predicted are met within a factor of 1.25, as it is, with a latency of 434 µs, and with
@@ -703,7 +754,7 @@ mine_met = commit(as_it_is=28, latency_434=18, four_times_slower=10)
 ### END SOLUTION
 
 # %%
-with_latency = {us: estimated_over_published(latency_us=us, fitted=False) for us in (14, 78, 434)}
+with_latency = {us: estimated_over_published(latency_us=us, fitted=False) for us in (14, 78, 250, 434)}
 worlds = (with_latency[78], with_latency[434], estimated_over_published(slower=4.0, fitted=False))
 met = dict(zip(("as it is", "latency 434 µs", "links four times slower"), worlds, strict=True))
 _ = simulate_plots.accuracy_by_hosts(met, published_by(fitted=False), within=1.25)
@@ -711,14 +762,13 @@ counts = {name: sum(0.8 <= ratio <= 1.25 for _, ratio in each) for name, each in
 plots.comparison_table(counts, yours=mine_met, column=f"of {len(met['as it is'])}")
 
 # %% [markdown]
-# *Nine in ten are met. Links that are four times slower would show, a latency of 434 µs does not.* The error goes with
-# the program: vTrain's and torchtitan's steps come out too short, and most of IBM's too long. So they are three
-# witnesses rather than 31.
+# *28 are met, and 14 of the 17 that did not set the 1.2. Links that are four times slower would show, a latency of 434 µs
+# does not.* The error goes with the program: vTrain's and torchtitan's steps come out too short, most of IBM's too long.
+# So they are three witnesses rather than 31.
 #
 # None of the 31 changes by more than 3 % between 14 and 434 µs. Fernandez et al. used more hosts: from 128 to 2048
-# H100s a GPU lost 37 % of its tokens per second under FSDP. Which latency fits that depends on the tokens of a GPU in a
-# step, because a longer computation hides a longer gather. What we could read of the paper does not say how many, so
-# the table tries three numbers, for Llama 2 7B:
+# H100s a GPU lost 37 % of its tokens per second under FSDP. Which latency fits depends on the tokens of a GPU in a step,
+# which the parts of the paper that we could read do not give. So the table tries three numbers, for Llama 2 7B:
 
 # %%
 ratios = pandas.DataFrame({us: [ratio for _, ratio in each] for us, each in with_latency.items()})
@@ -732,10 +782,8 @@ for batch in (1, 2, 4):
 table.rename_axis("latency, µs")
 
 # %% [markdown]
-# *None of the three is ruled out.* Fernandez's 37 % fits 14 µs with 2048 tokens, about 78 with 4096, and 434 at best
-# with more than 8192.
-#
-# Until somebody reads which it was, nothing tests the guess.
+# *The 37 % fits 14 µs with 2048 tokens, a little over 78 with 4096, and 250 with 8192.* So a single number, their batch,
+# would turn the paper into a test. Until somebody reads it, nothing tests the guess.
 #
 # <details><summary>Your own machine, and all rows case by case</summary>
 #
@@ -750,12 +798,15 @@ table.rename_axis("latency, µs")
 
 # %% tags=["claim"]
 claim("31 rows, and 5 fitted", (len(met["as it is"]), len(estimated_over_published())) == (31, 36))
-claim("nine in ten are met", counts["as_it_is"] >= 0.88 * 31)
+claim("28 are met", counts["as_it_is"] == 28)
+unused = [each.setup.tensor > 1 for each in VTRAIN_RESULTS[1:] if each not in VTRAIN_FITTED]
+met_unused = ratios[78][[False] * len(IBM_RESULTS) + unused + [True, True]].between(0.8, 1.25)
+claim("14 of the 17 that did not set the 1.2", (met_unused.sum(), len(met_unused)) == (14, 17))
 claim("four times slower would show", counts["four_times_slower"] < 0.35 * 31)
-claim("a latency of 434 µs does not", [*table["rows met"]] == [28, 28, 28])
+claim("a latency of 434 µs does not", [*table["rows met"]] == [28] * 4)
 claim("none changes by more than 3 %", (abs(ratios[434] / ratios[14] - 1) < 0.03).all())
 lost_table = table.iloc[:, 1:].to_numpy().tolist()
-claim("37 % with some number of tokens", lost_table == [[37, 2, 1], [63, 33, 2], [85, 79, 60]])
+claim("37 % with some number of tokens", lost_table == [[37, 2, 1], [63, 33, 2], [81, 68, 38], [85, 79, 60]])
 by_source = ratios[78].groupby(published_by(fitted=False))
 short = {source: (own < 1).mean() for source, own in by_source}
 claim("vTrain's and torchtitan's too short, IBM's too long", short["vTrain"] == short["torchtitan"] == 1)
@@ -782,7 +833,7 @@ lab_found = {
     "gather of a block, 128 hosts over one": round(block_ms[128] / block_ms[1], 1),
     f"speed of a GPU that {RANKS} GPUs keep": f"{kept['weak'][RANKS]:.0%}",
     "shard_over, left on four networks": ", ".join(map(str, still_in[32][1])),
-    "published steps met with 14, 78 and 434 µs": ", ".join(map(str, table["rows met"])),
+    "published steps met with 14, 78, 250 and 434 µs": ", ".join(map(str, table["rows met"])),
 }
 pandas.DataFrame.from_dict(lab_found, orient="index", columns=["seen"])
 
