@@ -497,8 +497,8 @@ widgets.StepExplorer()
 # | collective over a measured network | 1.25 | 328 of 329 measured all-reduces, predicted from others |
 # | collective over one that nobody measured | none | 3 of 9 all-reduces between B200s, predicted from one host, within 1.25 |
 #
-# The step that set the 0.437 of section 1, torchtitan's on 8 H100s, is none of the 22. Take an unknown network at both of
-# its ends, 14 and 434 µs, as if each were measured.
+# The step that set the 0.437 of section 1, torchtitan's on 8 H100s, is none of the 22. Take an unknown network at both
+# ends of what is known, 14 and 434 µs, as if each were measured.
 #
 # *Takeaway: an estimate is a range with the name of the figure behind it, and a factor counts only with what it
 # covers.*
@@ -739,7 +739,7 @@ claim("each rule rents the same", ll128_rents == by_rule)
 #
 # | steps | by | with | predicted? |
 # |---|---|---|---|
-# | 12 | IBM | FSDP, HSDP | yes, but set the 1.2 of section 5 |
+# | 12 | IBM | FSDP, HSDP | yes, but they set the 1.2 of section 5 |
 # | 2 | torchtitan | FSDP, tensor parallelism | yes |
 # | 17 | vTrain | DDP, tensor parallelism in a host | yes, but 2 set the 1.2, too |
 # | 5 | vTrain | DDP, tensor parallelism over two hosts | no: they set its number of network cards, at 78 µs |
