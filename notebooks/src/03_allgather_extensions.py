@@ -66,7 +66,7 @@ SHAPES = [(DIM, 768), *[(4 * DIM, DIM), (DIM, 4 * DIM)] * 2, (10, DIM)]
 # ```
 # float32 rows --encode--> 8 bits a number --all-gather--> all rows, 8 bits --decode--> parameter --compute--> freed
 #      ^
-#      Adam updates these, and never sees what was rounded
+#      Adam updates these, which are never rounded
 # ```
 #
 # Others do the same: FSDP2's `MixedPrecisionPolicy` sends bfloat16, torchao float8, through this lab's hooks in a
@@ -87,8 +87,9 @@ two_gathers_s = {size: 2 * size * 7e9 * 15 / 16 / 50e9 for size in (1, 2)}
 claim("two gathers take 0.53 s in bfloat16", round(two_gathers_s[2], 2) == 0.53 and two_gathers_s[1] < 0.27)
 
 # %% [markdown]
-# With FSDP the updates happen in the shard, which stays in float32. The gathered copy is only computed with. Its
-# rounding errors do not add up, because each step rounds the exact shard again.
+# With FSDP the updates happen in the shard, which stays in float32. The gathered copy is only computed with: gradients
+# are taken at rounded weights, and go to the exact ones. Rounding errors do not add up, because each step rounds the
+# exact shard again.
 #
 # Then why hooks, if a policy halves the bytes? A policy has one dtype for parameters, sent and computed with. So it
 # cannot send bfloat16 and compute in float32, nor int8, which is of no use without its scales.
@@ -379,7 +380,7 @@ stale = labkit.run("allgather_extensions", extension="your_hooks", use={"add_hoo
 found = {"first_loss": own.losses[-10:].mean(), "second_bytes": 0, "second_loss": stale.losses[-10:].mean()}
 for name, number in found.items():
     print(f"{name}: {number:.3g}; you: {prediction_text(mine_faults[name], '.3g')}")
-print("The check compares losses first, so the first's are yours. A run that leaves bytes would have raised.")
+print("The check found the first's losses right, so they are yours. A run that leaves bytes would have raised.")
 
 # %% tags=["claim"]
 claim("before it is mended, the second's loss is 2.3", abs(stale.losses[-10:].mean() - 2.3) < 0.1, where=TOLD)
@@ -395,8 +396,8 @@ claim("1.45 MB leak, twice the shards", leaked == [1.45, 0.72], where=TOLD)
 #
 # The first **leaks**. FSDP frees what it gathered anyway, but learns of the decoded parameter only from the hook, so
 # the right line is `return (answer[0], (answer[0],)) if out is None else None`. Each layer leaves its rows, padding
-# included: 52 × 64 × 4 = 13,312 bytes for the first. This notebook's network would leave 1.45 MB on each rank, twice
-# its 0.72 MB of shards.
+# included: 52 × 64 × 4 = 13,312 bytes for the first. This notebook's network would once leave 1.45 MB on each rank,
+# twice its 0.72 MB of shards.
 #
 # The second leaves no decoded rows, but sends **stale** ones: `tensors or` keeps the first for ever. Adam updates the
 # shards, while every unit computes with its first weights and guesses among ten: ln 10 ≈ 2.3. The right line is
@@ -448,8 +449,7 @@ claim("all four losses are nearly the same", max(losses) < 1.02 * min(losses), w
 #
 # A float rounds each number to some digits, so that small weights have small errors. int8 has one step for a whole row,
 # too coarse for its small weights. Among so many weights one lies almost halfway between two of int8's steps, so that
-# the largest error reaches the bound, 0.0039. bfloat16's does so only if the largest weight lies just above a power of
-# two. float8 is used where GPUs multiply in it.
+# the largest error reaches the bound, 0.0039. float8 is used where GPUs multiply in it.
 #
 # **Which of the two errors does the loss follow?** All four losses are nearly the same. So round trained weights to 2
 # or 3 bits, steps from −1 to 1 or −3 to 3, or *clip* them, exact up to 2 or 1.5 times their matrix's RMS.
@@ -648,7 +648,7 @@ claim("one row at a time takes several times as long as 64", taken["blocks of 1"
 
 # %% [markdown]
 # Each block calls three operators, so single rows take several times as long as blocks of 64, which hold half a byte a
-# number.
+# number here.
 #
 # *Takeaway: a policy lowers the peak. Hooks on top of it eat the saving if they decode through copies, and keep it if
 # they decode in blocks of rows.*
@@ -692,8 +692,8 @@ claim("no part is four times as fast", not quarters or busy, where=TOLD and on_c
 
 # %% [markdown]
 # A quarter of the bytes makes no part of the gather four times as fast. The copies handle twelve tensors instead of six,
-# and between two ranks of one machine the all-gather is mostly latency, in which a rank also waits until the other one
-# has encoded. Your hooks come on top.
+# and between two ranks of one machine the all-gather is mostly latency, which the formula leaves out. Your hooks come on
+# top, and a decode in blocks of eight rows is mostly calls here.
 #
 # **Emulated, in slow motion.** Real ranks now train this network with your hooks, seven steps of 4 tiles a rank, and
 # *wait* as long as imagined devices and an imagined wire without latency would take (`emulate=`). Coding all parameters
@@ -808,8 +808,8 @@ claim("400 GB/s save 16 ms, and coding takes 7 or 52", [round(each) for each in 
 # %% [markdown]
 # ## 7. Take away ({minutes} minutes)
 #
-# 1. FSDP2 asks each shard what to send and what to make of it. Two functions on a plain tensor answer, and Adam never
-#    sees what they rounded.
+# 1. FSDP2 asks each shard what to send and what to make of it. Two functions on a plain tensor answer, and what they
+#    round never reaches the shard that Adam updates.
 # 2. A hook that decodes must name its memory, and keep nothing of the shard: otherwise FSDP leaks the model, or trains
 #    one that never changes, without an error.
 # 3. If bfloat16 arithmetic is fine, then a policy halves the bytes in one line. If a slow wire is exposed after that,

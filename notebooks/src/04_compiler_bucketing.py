@@ -107,8 +107,8 @@ claim("106 of 161 hold 0.2 %", round(100 * 53_120 / (53_120 + 23_454_912 + 2_049
 # 12 · 15 + 120 ms: 390 in all. In pairs of layers the last bucket leaves after 240 ms and takes 15 + 40: 295. One
 # message leaves after 240 ms, too, and takes 15 + 120: 375.
 #
-# The figure shows one more step of rank 0, so its times are some ms off. The grey line gives half of alpha, because a
-# message takes the ring of two ranks two steps.
+# The figure shows one more step of rank 0, whose hooks start a message some ms late. The grey line gives half of alpha,
+# because a message takes the ring of two ranks two steps.
 #
 # </details>
 #
@@ -248,9 +248,9 @@ def average_buckets(in_flight: list[tuple[list[nn.Parameter], torch.Tensor, dist
 # ### Exercise 2: send what is full (••, {minutes} minutes)
 #
 # `buckets` are lists of parameters, and every parameter gets a gradient in each backward pass. When the last gradient
-# of a bucket is there, make its row with `torch.cat`, ask for the all-reduce, and do not wait. When no gradient is
-# missing any more, call `finish(in_flight)`, once, with the triples, and be ready for the next backward pass. Your
-# function is called once, before training, and only registers hooks, which do the rest:
+# of a bucket is there, make its row with `torch.cat` and ask for the all-reduce with `async_op=True`, which returns its
+# `dist.Work` at once. When no gradient is missing any more, call `finish(in_flight)`, once, with the triples, and be
+# ready for the next backward pass. Your function is called once, before training, and only registers hooks:
 # `parameter.register_post_accumulate_grad_hook(f)` makes autograd call `f(parameter)` when `parameter.grad` is complete.
 # The check also looks at *when* you ask and wait.
 #
@@ -465,8 +465,8 @@ for full_ms, ends_ms in zip(orders, arrived_ms, strict=True):
 # %% [markdown]
 # If bucket 0 is full last, it holds up three full buckets: the last arrives after 28 ms instead of 19.
 #
-# How does DDP find a good order? By default the first backward pass sends everything in one bucket, and notes in which
-# order gradients become ready. Then DDP **rebuilds** its buckets in rank 0's order, which rank 0 broadcasts.
+# How does DDP find a good order? The first backward pass, a warm-up in section 3, sends everything in one
+# bucket, and notes in which order gradients become ready. Then DDP **rebuilds** its buckets in rank 0's order, which rank 0 broadcasts.
 #
 # A parameter that the forward pass leaves out gets no gradient. So its bucket never leaves, nor does any behind it; each
 # rank keeps its own gradients, and the next forward pass raises an error (4b). With `find_unused_parameters=True` no
@@ -605,8 +605,8 @@ claim("where ranks are far apart, 25 MiB wins", fastest["far"] == "25 MiB")
 # *The backward pass with your `small_ddp`, emulated; dashed, your formula. In the first two networks both ends lose.
 # Where latency is high, 25 MiB wins.*
 #
-# All bars are within 15 % of your formula. The emulated wire waits by the same alpha and beta, so this tests the
-# schedule, which bucket starts when, and says nothing about a real wire (section 7).
+# The emulated wire waits by the same alpha and beta, so this tests the schedule, which bucket starts when, and says
+# nothing about a real wire (section 7).
 #
 # Where the backward pass fills many buckets, the smallest that keeps up with it is about the best; 4b has its formula.
 #
@@ -820,8 +820,8 @@ if not any(result.cores_of_others for result in compiled.values()):
     claim("cut, most of the sending hides; whole, nothing", exposed[0] < 0.5 and exposed[1] > 0.85)
 
 # %% [markdown]
-# *Numbers in bars count backward programs; a thin line later is a mean put in place. Cut, the compiled model sends during
-# its backward pass, as DDP does; as one graph, afterwards.*
+# *Numbers in bars count backward programs. Cut, the compiled model sends during its backward pass, as DDP does; as one
+# graph, afterwards.*
 #
 # As one graph, one bucket is best. The cuts gain more, as they let messages hide.
 #
@@ -841,13 +841,14 @@ if not any(result.cores_of_others for result in compiled.values()):
 # ## 9. Take away ({minutes} minutes)
 #
 # 1. DDP sends a bucket when its last gradient is ready, in a fixed order, and waits once, after the backward pass.
-# 2. Small buckets pay latency and large ones have an exposed end; alpha, beta and the backward pass tell the best size.
+# 2. Small buckets pay latency and large ones have an exposed end. Where messages take no time from the cores that
+#    compute, alpha, beta and the backward pass tell the best size.
 # 3. What holds all gradients back, one huge bucket or one compiled graph, leaves nothing to hide behind.
 #
 # | if | then |
 # |---|---|
 # | a step is about as long as one inside `no_sync` | leave the buckets as they are |
-# | a long message is exposed after the backward pass | take smaller buckets |
+# | a long message is exposed, part of its gradients was ready long before | take smaller buckets |
 # | many short messages follow each other without a gap | take larger buckets |
 # | full buckets wait for the first one | leave `find_unused_parameters` off |
 # | the bytes alone take longer than the backward pass | use `no_sync`, or send bfloat16 (04b) |
