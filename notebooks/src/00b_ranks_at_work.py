@@ -6,7 +6,7 @@
 # - let only some ranks talk, and say when a barrier is needed;
 # - count the bytes that a library really sends, and tell whether a formula holds for it;
 # - time a collective, find the latency and bandwidth of your machine, and predict with them;
-# - write a test that notices a missing all-reduce;
+# - choose data with which a test notices a missing all-reduce;
 # - say how many tokens a GPU needs in a step, so that it computes longer than it sends.
 #
 # You need lab 0. The notebook takes about {core_minutes} minutes, and its parts can be read in any order, but section 3
@@ -93,8 +93,8 @@ claim("three ranks wait in new_group", in_new_group == 3, where=have_started)
 
 # %% [markdown]
 # Ranks 0 to 2 wait for rank 3, which waits for them in the all-reduce. They wait so early because labkit sets
-# `TORCH_DIST_INIT_BARRIER=1` for its ranks. Without it, torch 2.13 goes on at first: each rank only counts its groups. Then
-# the next group, of ranks 2 and 3, has another number on rank 3, and these two wait for each other.
+# `TORCH_DIST_INIT_BARRIER=1` for its ranks. Without it, torch 2.13 goes on: each rank only counts its groups. If a next
+# group followed, of ranks 2 and 3, it would have another number on rank 3, and these two would wait for each other.
 #
 # ### Exercise 1: average by host (••, {minutes} minutes)
 #
@@ -494,17 +494,19 @@ for whose, fit in fits.items():
 claim("64 messages take twice as long as one, or longer", pieces[64] > 2 * pieces[1])
 
 # %% [markdown]
-# *The same bytes in 1 to 64 all-reduces; dashed, the prediction from alpha and beta.*
+# *The same bytes in 1 to 64 all-reduces; dashed, the prediction from alpha and beta.* Which of the two lines comes closer
+# may change from run to run.
 #
 # <details><summary>Why are the bars not at the dashed lines?</summary>
 #
-# Two numbers are a rough model of seven sizes. And the same message may take a different time in another minute of the
-# same run: compare 1 × 4 MiB here with its dot in the figure above.
+# Two numbers are a rough model of seven sizes. Calls in a row are not single calls after a barrier: a rank that is late
+# for one holds up the others in it. And the same message may take a different time in another minute of the same run:
+# compare 1 × 4 MiB here with its dot in the figure above.
 #
 # </details>
 #
 # *Takeaway: synchronize and meet at a barrier before you start the clock, and synchronize before you stop it. Fit the
-# fastest rounds, and do not trust two sizes alone.*
+# fastest rounds, and try the fit on something that it has not seen.*
 #
 # ## 6. Data for a test ({minutes} minutes)
 #
@@ -639,8 +641,8 @@ style.add_legend_above(ax, 2)
 # left, latency counts.*
 #
 # For 7 billion parameters, latency adds less than 1 %. If a single ring leaves each host through one card, each GPU needs
-# more than one sequence in each step, about 5,260 tokens, and inside a host about 520. Both are lower bounds: F is what
-# GPUs reach in practice, but B is from the data sheet, and no ring reaches it. NCCL can also run up to eight rings side
+# more than one sequence in each step, about 5,260 tokens, and inside a host about 520. For one ring both are lower
+# bounds: F is what GPUs reach in practice, but B is from the data sheet, and no ring reaches it. NCCL can also run up to eight rings side
 # by side, each through a card of its own. Then the bytes take an eighth of their time, and 670 tokens are enough. And where
 # sending hides behind computing (lab 4), a step gets along with fewer.
 

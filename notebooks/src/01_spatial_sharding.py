@@ -525,10 +525,8 @@ claim("8 of 36,864 bytes", predicted == {"send_count": 8, "send_bytes": 8 * 36_8
 # <details><summary>In your own network</summary>
 #
 # Set `conv.padding = (conv.padding[0], 0)`, call `conv(HaloExchange.apply(x, 3, rank, ranks))`, and take the mean over
-# the image as in section 2. Sum every gradient over the ranks (exercise 4). Stochastic depth, and dropout after the mean, must draw the same random numbers on all ranks,
+# the image as in section 2. Sum the gradients over the ranks, but not the head's, which every rank has whole. Stochastic depth, and dropout after the mean, must draw the same random numbers on all ranks,
 # and dropout of single pixels different ones. Pooling that overlaps and the statistics of a batch norm need an exchange of their own.
-#
-# `labkit/parallel/halo.py` does the same on any axis of a mesh.
 #
 # </details>
 #
@@ -597,6 +595,7 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks: an average.
 # In D it is only about a quarter, in each tensor another part: what rank 0's own columns gave, as in section 5. Adam divides
 # the running mean of a gradient by the running mean of its size, so a factor in both drops out, and the loss cannot show B.
+# SGD's steps would be a quarter as long.
 # D's loss even ends below the right run's: there each strip trains weights of its own.
 
 # %% tags=["claim"]
@@ -820,7 +819,7 @@ claim("halos take less than a tenth as long", (cluster_ms["halos"] < 0.1 * gradi
 # *Milliseconds of a step. `strips` is your formula, once it is right; its parts follow.*
 #
 # The small image loses over network cards. There the gradients alone, 0.7 GB, take longer than one device needs for
-# all. They do not grow with the image, while the arithmetic does. Halos take less than a tenth as long.
+# all. They do not grow with the image, while the arithmetic does. Data parallelism sends them, too, but for eight images.
 #
 # *Takeaway: cut images if one does not fit, or if a single image must be fast and the ranks are near. Otherwise give
 # each rank images of its own.*

@@ -229,7 +229,7 @@ for size, unit in ((200, "a block"), (7000, "the whole model")):
 # eight. For the toy model of section 1 the formula gives 72 + 72 = 144 MB on four ranks, and with buffers 172 were
 # measured.
 #
-# **Counted on real ranks.** `launch/fsdp_wrap.py` does what the script does, with the stack: three blocks are three
+# **Counted on four real ranks.** `launch/fsdp_wrap.py` does what the script does, with the stack: three blocks are three
 # units, and nothing is left for the root. For a `DIM` of 128 they have 329,344 parameters of 4 bytes. Bytes are those
 # that a rank **hands to the calls** in a step, as their input: its own part to an all-gather, the whole gradients to a
 # reduce-scatter. Commit.
@@ -636,7 +636,8 @@ claim("17.9 MB", round(peaks[UNSHARDED] / 1e6, 1) == 17.9, where=TOLD_DEEP)
 
 # %% [markdown]
 # **What it costs.** Why not always `layer`? Each collective takes at least its latency, and `layer` makes twice as many
-# as `block`. So make as few units as the memory allows. `fully_shard` makes one unit of a list of modules, too.
+# as `block`. So make as few units as the memory allows, but several: the first gather, which nothing hides (section 5),
+# is as long as its unit. `fully_shard` makes one unit of a list of modules, too.
 #
 # ### Exercise 5: choose the units (•, {minutes} minutes)
 #
@@ -819,8 +820,7 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 # hides, and 6 · 4.3 because with gloo `fully_shard` waits for each reduce-scatter. With NCCL they can travel while the
 # next block computes.
 #
-# FSDP's overhead is a few ms for each of the 18 collectives: small beside the card's gather of 39 ms, but not beside
-# NVLink's 4.3.
+# On this machine each of the 18 collectives takes a few ms more.
 #
 # *Takeaway: gathers cost the forward pass little time as long as each rank has more than T₀ tokens.*
 #

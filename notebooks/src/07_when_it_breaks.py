@@ -71,7 +71,7 @@ worked.ask("stacks")
 
 # %% [markdown]
 # Do not ask which rank looks broken, ask who waits for whom. Ranks 0 and 1 stand in an all-reduce, so they wait for
-# ranks 2 and 3. Rank 2 sends to its partner, rank 3. So three ranks wait for rank 3, which waits at the end of its
+# ranks 2 and 3. Rank 2 sends to its partner, rank 3, and a send waits until it is received. So three ranks wait for rank 3, which waits at the end of its
 # training as if it were done. Its log should say why. A diagnosis is a rank, a cause, and the line that proves it, as
 # "tool: row".
 
@@ -130,8 +130,8 @@ if dist.get_rank() == 2:
 dist.all_reduce(torch.ones(1))
 
 # %% [markdown]
-# The second failure says nothing at all: a rank dies by SIGKILL, which Linux sends when the machine's memory is full,
-# and a scheduler when a job's time is over. The third is a timeout: rank 2 leaves out a call, and the others wait for it
+# The second failure says nothing at all: a rank dies by SIGKILL, which Linux sends when the machine's memory is full, and
+# a scheduler when a job's time is over. An allocation that is refused is an exception instead, "out of memory". The third is a timeout: rank 2 leaves out a call, and the others wait for it
 # for at most 1 s.
 
 # %% tags=["nbval-ignore-output"]
@@ -545,7 +545,7 @@ gaps = pandas.DataFrame(parity.ranks[0].reported["gaps"])
 gaps.map("{:.7f}".format)
 
 # %% [markdown]
-# *Averaged gradients are one device's up to rounding. A sum over two ranks is off by 100 % everywhere, and the third way
+# *Averaged gradients are one device's up to rounding, as all ranks have equally many samples. A sum over two ranks is off by 100 % everywhere, and the third way
 # in the biases.*
 #
 # *Takeaway: compare gradients, not losses. A loss that looks usual proves nothing, and one gradient, beside one device's,
@@ -677,7 +677,7 @@ checks.diagnoses(diagnoses)
 # %% [markdown]
 # <details><summary>The three, look by look (open it once you have named them)</summary>
 #
-# **17**, a hang whose cause no section has shown. `stacks`, which a healthy run does not leave, since it ends:
+# **17**, a hang. `stacks`, which a healthy run does not leave, since it ends:
 #
 # ```
 # rank 0  train → average_gradients → reduce → all_reduce
@@ -721,7 +721,7 @@ checks.diagnoses(diagnoses)
 #
 # </details>
 #
-# The last one has no hints, and a cause that no section has shown. Any other seed is another run.
+# The last one has no hints. Any other seed is another run.
 
 # %% tags=["nbval-ignore-output"]
 # then, in a cell of your own: last.ask("…"), and last.name(rank=…, cause="…", because="…")
@@ -816,7 +816,7 @@ main(seed=int(os.environ["RANK"] == "2"), find_odd=find_odd)
 
 # %% [markdown]
 # *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* What ranks 1 and 3 say are
-# echoes. In the other run each rank that reports an error names rank 2 (line 5).
+# echoes, even if they say it first. In the other run each rank that reports an error names rank 2 (line 5).
 #
 # <details><summary>The other lines, and what they cost</summary>
 #
