@@ -98,8 +98,8 @@ plots.comparison_table(state, yours=mine_state, tolerance=0.01, column="theory")
 # would hold. The next cell is rank 0 of 1024, which shards eight layers of 256 MiB with FSDP2.
 #
 # Commit: of how many MiB is a rank's shard of all the layers? And how many tensors of 256 MiB, a whole layer each,
-# does the rank hold at its peak, in the backward pass? As in lab 2, one layer is gathered ahead while another computes,
-# and the gradient of a third is still being reduced.
+# does the rank hold at its peak? As in lab 2, one layer is gathered ahead while another computes its gradient, and the
+# gradient of a third is still being reduced.
 
 # %% tags=["commit"]
 mine_fake = commit(shard_mib=None, whole_layers=None)
@@ -344,7 +344,8 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 # The model has `blocks` blocks and a root, of so many parameters each, sharded over all `ranks`. Everything is
 # recomputed, so a block keeps `kept_bytes`, its input, until its own backward pass ends. The root is gathered from the
 # first block's forward pass to the last backward pass, because it begins and ends both passes. Return the number of the
-# block, counted from 0, in whose backward pass a rank holds the most, and how many bytes.
+# block, counted from 0, in whose backward pass a rank holds the most, and how many bytes. A gradient's shard is there
+# once its block is through.
 #
 # Of section 2's printed rows count `Sharded Param`, `OptState`, `Sharded Grad`, `Unsharded Param`, `All Gather`,
 # `Reduce Scatter`, and as `Activation` what blocks keep. Leave out `Temp`, which the figure calls temporary: its size
@@ -361,7 +362,7 @@ _ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}
 # <details><summary>Hint 2</summary>
 #
 # Write the bytes of one block as a sum of four terms: shards, what is gathered, what is being reduced, and what blocks
-# keep. Shards of gradients are made block by block, each as soon as its block is through. Then compare all blocks.
+# keep. Then compare all blocks.
 #
 # </details>
 
@@ -709,7 +710,7 @@ choice_verdict = checks.chosen(chosen)
 choice_verdict
 
 # %% [markdown]
-# Its neighbours, in half a minute: half and twice the group, and twice the batch with selective checkpointing.
+# Its neighbours, in half a minute:
 
 # %% tags=["nbval-ignore-output"]
 neighbours = {}
@@ -721,10 +722,10 @@ near = pandas.DataFrame.from_dict(neighbours, orient="index", columns=["needed_g
 near.assign(leaves_a_tenth=near["needed_gib"] <= 36).round(1)
 
 # %% [markdown]
-# *Half the group needs too much, twice the group waits for more messages, and recomputing costs more than a larger batch
-# gains.*
+# *Half the group needs too much, and is no quicker. Twice the group waits for more messages, and recomputing costs more
+# than a larger batch gains.*
 #
-# *Takeaway: on a slow network shard over no more hosts than memory asks for, and let a larger batch hide the messages.*
+# *Takeaway: on a slow network shard over fewer GPUs if memory lets you, and let a larger batch hide the messages.*
 
 # %% tags=["claim"]
 network = get_hardware("h100-8x").links.between
@@ -740,6 +741,8 @@ claim("over 8 GiB more", all(8.25 < size < 8.45 for way, size in more.items() if
 claim("more where it is late", all(9 < more[way] < 11 for way in late))
 
 # %% tags=["claim"]
+alike = not neighbours or group != 32 or near["tokens_per_s"].iloc[1] <= near["tokens_per_s"].iloc[0]
+claim("half of 32 is no quicker", alike)
 claim("the groups win at 600 µs alone", [*quicker.values()] == [64, 64, 8])
 claim("Exercise 5 has these hosts", slow_hosts == checks.slow_hosts())
 shown = {(mesh, each["collective"]): each for mesh, each in sent.iterrows()}
