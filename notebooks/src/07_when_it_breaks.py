@@ -131,7 +131,7 @@ dist.all_reduce(torch.ones(1))
 
 # %% [markdown]
 # The second failure says nothing at all: a rank dies by SIGKILL, which Linux sends when the machine's memory is full, and
-# a scheduler when a job's time is over. An allocation that is refused is an exception instead, "out of memory". The third is a timeout: rank 2 leaves out a call, and the others wait for it
+# a scheduler when a job's time is over. The third is a timeout: rank 2 leaves out a call, and the others wait for it
 # for at most 1 s.
 
 # %% tags=["nbval-ignore-output"]
@@ -229,7 +229,8 @@ told
 #
 # <details><summary>After a kill, and with NCCL</summary>
 #
-# In a container the status of a kill is shown as 137. Look into the system's log (`dmesg | grep -i "out of memory"`) or the scheduler's. A failing GPU leaves
+# An allocation that is refused raises an exception, "out of memory"; a kill leaves none. In a container its status is
+# shown as 137. Look into the system's log (`dmesg | grep -i "out of memory"`) or the scheduler's. A failing GPU leaves
 # a line there, too, with `Xid` and a number.
 #
 # With NCCL, a **watchdog**, a thread of PyTorch's, aborts a process whose collective takes too long, often because
@@ -816,9 +817,11 @@ main(seed=int(os.environ["RANK"] == "2"), find_odd=find_odd)
 
 # %% [markdown]
 # *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* What ranks 1 and 3 say are
-# echoes, even if they say it first. In the other run each rank that reports an error names rank 2 (line 5).
+# echoes. In the other run each rank that reports an error names rank 2 (line 5).
 #
 # <details><summary>The other lines, and what they cost</summary>
+#
+# An echo may come first: here ranks 1 and 3 may stop waiting for rank 0 before rank 0 stops waiting for rank 2.
 #
 # Line 1 shows nothing here, because labkit keeps each rank's error anyway. Without it, torchrun alone says of an
 # exception only "To enable traceback see …". Line 2 alone would say what you saw of the timeout in section 2. Line 3 gives each rank
