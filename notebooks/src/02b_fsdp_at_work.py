@@ -324,10 +324,10 @@ longest_ms = drawn.groupby("phase")["dur_us"].max() / 1e3
 claim("bars are some ms longer", 20 < longest_ms["forward"] < 32 and 40 < longest_ms["backward"] < 55, where=TOLD)
 
 # %% [markdown]
-# The first gather of each pass has nothing to hide behind, and neither has a reduce-scatter: 9 + 9 + 30 ms. Keeping
-# spares the backward pass its gathers. It saves 30 ms where they are exposed, and 9 ms where most of them hide. The
-# blocks' bars are some ms longer than 20 and 40, because the CPU's own work comes on top. The raw traces are in the
-# folder of the run, and ui.perfetto.dev opens them.
+# The first gather of each pass has nothing to hide behind, and with gloo `fully_shard` waits for each reduce-scatter:
+# 9 + 9 + 30 ms. Keeping spares the backward pass its gathers. It saves 30 ms where they are exposed, and 9 ms where most
+# of them hide. The blocks' bars are some ms longer than 20 and 40, because the CPU's own work comes on top. The raw
+# traces are in the folder of the run, and ui.perfetto.dev opens them.
 #
 # **The forgotten block.** Another model is an `nn.Sequential` of linear layers, 256 wide. Nine of them, at the positions
 # 4 to 12, are its blocks, and the figures name them so. Somebody wrapped all blocks but one, which a seed chose, and
@@ -506,9 +506,9 @@ for name, run in hsdp.items():
 # %% [markdown]
 # *Calls are named by the axis along which they went.*
 #
-# The slow network carries one all-reduce of a shard for each unit, and no gathers, which makes the step shorter. What it
-# takes beyond theory, four ranks really need to send on these cores. The price is memory: half of the
-# parameters instead of a quarter.
+# The slow network carries one all-reduce of a shard for each unit, and no gathers, which makes the step shorter. Four
+# real ranks take longer than theory. The price is memory: half of the parameters, their gradients and Adam's numbers
+# instead of a quarter.
 
 # %% tags=["claim"]
 across = theory.hybrid_collectives(five, 2)["replicate/all_reduce_bytes"]

@@ -8,7 +8,7 @@
 #
 # - write SimpleFSDP yourself, and prove on real ranks that it trains as one device does;
 # - read where a compiled graph gathers, waits and computes;
-# - write a pass that joins gathers into buckets and starts them early, and predict what it gains;
+# - complete a pass that joins gathers into buckets and starts them early, and predict what it gains;
 # - say what inductor's own pass does with the same graph, and what each schedule costs in memory.
 #
 # You need labs 2 and 4 and a C++ compiler, and no GPU. The lab takes about {core_minutes} minutes, and its exercises have
@@ -106,7 +106,7 @@ claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_
 # behind the layers before them.*
 #
 # Both ran the same model and sent the same bytes. The pass, labkit's here, changed the order of the operators, and which
-# parameters travel together. In this lab you write the model first, then the pass.
+# parameters travel together. In this lab you write the model first, then the parts of a pass that decide.
 #
 # *Takeaway: once communication is in the graph, overlapping it is a matter of moving operators.*
 #
@@ -660,7 +660,7 @@ claim("a layer's weight travels with the bias of the next", together[1] == ["fc2
 # %% [markdown]
 # Both orders keep a gather on its way while a layer computes. inductor's buckets hold the weight of one layer and the bias
 # of the next (the last weight travels alone). So each gather takes about 30 ms, of which a layer hides
-# 24, about as in your curve with one layer in a bucket. Two layers in a gather hide all but the first.
+# 24. Two layers in a gather hide all but the first.
 #
 # <details><summary>Why these buckets?</summary>
 #

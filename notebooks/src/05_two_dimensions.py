@@ -559,8 +559,8 @@ claim("with SGD, a gradient is soon off by more than 100 %", caught.value("max_r
 # %% [markdown]
 # PyTorch takes two copies of a text for the halves of a longer one, and adds up the gradients of both. So in the first
 # step those of the MLP's three weights are twice as large as they should be, and the output and all other gradients are
-# right. In Adam's division a constant factor drops out almost entirely. With SGD it would not, nor where gradients are
-# clipped by their common norm. `labkit.check` trains with SGD, so that by the third step other tensors differ, too.
+# right. In Adam's division a constant factor drops out almost entirely. With SGD it would not. `labkit.check` trains with
+# SGD, so that by the third step other tensors differ, too.
 #
 # *Takeaway: a wrong layout may raise no error. Compare gradients with one device, not losses.*
 #
@@ -669,7 +669,8 @@ claim("as much for 4,096", 0.9 < theory.message_share(4096, 8, 4e14, 45e10, 2) <
 
 # %% [markdown]
 # *Emulated steps, with theory dashed. Inside a host,* `tp` *turns four times the GPUs into a faster step; across hosts
-# the same eight GPUs are slower than two.* Do eight pay? Four times the GPUs are less than twice as fast.
+# the same eight GPUs are slower than two.* Do eight pay? Four times the GPUs are less than twice as fast, for layers as
+# narrow as these. Real ranks take longer than theory.
 #
 # **How many ranks along tp?** Now by theory, without latency: 64 H100s in hosts of eight, 32 MLPs of width 4096 and
 # inner width 16,384, and 64 texts of 2048 tokens in a step. Commit: which of 1, 2, 4, 8 and 16 is the best `tp`?

@@ -220,7 +220,7 @@ verdict_line
 # torchrun goes on with the hosts that are left, and begins again when another one joins. Choose a range only if hosts
 # come and go, and if the program fits any of these worlds. A mesh of fixed shape does not. And a world of another size
 # changes the batch: if each rank takes 64 samples, half of the ranks train with half of the batch, for which the
-# learning rate is too high. Section 1's program shares 256 samples among the ranks, so its batch stays.
+# learning rate may be too high. Section 1's program shares 256 samples among the ranks, so its batch stays.
 #
 # <details><summary>What else a range needs</summary>
 #
@@ -297,8 +297,8 @@ verdict_mesh
 # network under FSDP over all ranks, and one sharded by your function, and asks the network card of each host how many
 # bytes it has sent.
 #
-# Ranks stand in a ring in their order, so a ring leaves each host at one place. There an all-gather over n ranks
-# sends (n − 1)/n of the tensor, and an all-reduce twice as much. Gloo has no reduce-scatter of its own: it makes an
+# Ranks stand in a ring in their order, so a ring leaves each host at one place, through one card; NCCL runs a ring for
+# each card at once. There an all-gather over n ranks sends (n − 1)/n of the tensor, and an all-reduce twice as much. Gloo has no reduce-scatter of its own: it makes an
 # all-reduce, and keeps a part. Commit: how many times the model's bytes leave a host in a step?
 
 # %% tags=["commit"]
@@ -571,7 +571,7 @@ Code(job_script.broken_script(), language="bash")
 # %% [markdown]
 # ### Exercise 5: mend the script (••, {minutes} minutes)
 #
-# It does not train, and would not survive a preemption. Find three faults, and return the mended script. The check
+# It is not sure to train, and would not survive a preemption. Find three faults, and return the mended script. The check
 # runs it with stand-ins for Slurm's commands, and tells one symptom at a time.
 #
 # <details><summary>Hint 1</summary>
@@ -630,7 +630,7 @@ claim("the second attempt goes on, and no step is trained twice", trained == [*r
 claim("Slurm says completed", "COMPLETED" in log)
 
 # %% [markdown]
-# *The second attempt goes on where the first one stopped, and no step is trained twice.* Slurm gives it the same
+# *The second attempt goes on where the first one stopped, and no step is trained twice, as each is saved.* Slurm gives it the same
 # number and appends to the same log.
 #
 # **Ask your cluster** whether a job that is preempted gets the signal, too, and how long before. It does if
@@ -655,7 +655,7 @@ claim("Slurm says completed", "COMPLETED" in log)
 # | torchrun waits or times out | look in each host's log for the address that it tried |
 # | each host has a rank 0 | stop it: each trains alone |
 # | a step waits for the network between hosts | HSDP, more tokens on a GPU, or more cards |
-# | your cluster preempts jobs | `--signal=B:USR1@120`, save, `scontrol requeue` |
+# | your cluster warns jobs before it preempts them | `--signal=B:USR1@120`, save, `scontrol requeue` |
 #
 # **Ask yourself**
 #
