@@ -109,49 +109,24 @@ return torch.cat(sums) / ranks
         "time_once",
         checks.time_once,
         {
-            "time_once of a collective of 0.31 s gave 0.01 s, the call alone, without the work of the device": """
-synchronize()
-barrier()
-start = now()
-collective()
-return now() - start
-""",
-            "time_once of a collective of 0.31 s gave 2.31 s, with the wait for a late rank": """
-synchronize()
-start = now()
-barrier()
-collective()
-synchronize()
-return now() - start
-""",
-            "time_once of a collective of 0.31 s gave 1.01 s, with earlier work of the device": """
-barrier()
-start = now()
-collective()
-synchronize()
-return now() - start
-""",
-            "time_once of a collective of 0.31 s gave 2.01 s, the wait for a late rank, without the work": """
-start = now()
-collective()
-return now() - start
-""",
-            "time_once of a collective of 0.31 s gave 3.01 s, with the wait for a late rank and earlier work": """
-start = now()
-barrier()
-collective()
-synchronize()
-return now() - start
-""",
-            "time_once of a collective of 0.31 s called it 2 times": """
-collective()
-synchronize()
-barrier()
-start = now()
-collective()
-synchronize()
-return now() - start
-""",
+            "time_once of a collective of 0.31 s gave 0.01 s, the call alone, without the work of the device": changed(
+                "00b", "time_once", ("collective()\nsynchronize()", "collective()")
+            ),
+            "time_once of a collective of 0.31 s gave 2.31 s, with the wait for a late rank": changed(
+                "00b", "time_once", ("barrier()\nstart = now()", "start = now()\nbarrier()")
+            ),
+            "time_once of a collective of 0.31 s gave 1.01 s, with earlier work of the device": changed(
+                "00b", "time_once", ("synchronize()\nbarrier()", "barrier()")
+            ),
+            "time_once of a collective of 0.31 s gave 2.01 s, the wait for a late rank, without the work": changed(
+                "00b", "time_once", ("synchronize()\nbarrier()\n", ""), ("collective()\nsynchronize()", "collective()")
+            ),
+            "time_once of a collective of 0.31 s gave 3.01 s, with the wait for a late rank and earlier work": changed(
+                "00b", "time_once", ("synchronize()\nbarrier()\nstart = now()", "start = now()\nbarrier()")
+            ),
+            "time_once of a collective of 0.31 s called it 2 times": changed(
+                "00b", "time_once", ("synchronize()\nbarrier()", "collective()\nsynchronize()\nbarrier()")
+            ),
         },
     ),
     Exercise(
