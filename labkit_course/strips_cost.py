@@ -84,6 +84,8 @@ def table_ms(
 ) -> pandas.DataFrame:
     """Return the milliseconds of a step on one device, in strips, and by part, for each case.
 
+    ``data parallel`` is for one of the images when each rank takes one of its own.
+
     Args:
         seconds: the learner's formula for the step in strips; by default the sum of the parts.
         sizes: height and width of each image.
@@ -99,5 +101,13 @@ def table_ms(
             parts = parts_s(**step)
             strips_s = seconds(**step) if seconds else sum(parts.values())
             label = f"{len(rows) + 1}: {size:,} pixels, {name}"
-            rows[label] = {"one device": step["compute_s"], "strips": strips_s, **parts}
+            # Eight images at once share one ring of the gradients.
+            ring_s = parts["gradients"] + 2 * (step["ranks"] - 1) * LATENCY_S
+            shared_s = (step["compute_s"] + ring_s) / step["ranks"]
+            rows[label] = {
+                "one device": step["compute_s"],
+                "strips": strips_s,
+                "data parallel": shared_s,
+                **parts,
+            }
     return 1e3 * pandas.DataFrame.from_dict(rows, orient="index")

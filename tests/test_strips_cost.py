@@ -46,6 +46,8 @@ def test_the_table_has_the_learners_formula_or_the_sum_of_its_parts():
         "3: 512 pixels, near",
         "4: 512 pixels, far",
     ]
-    assert list(ours["strips"]) == pytest.approx(list(ours.iloc[:, 2:].sum(axis=1)))
+    assert list(ours["strips"]) == pytest.approx(list(ours.iloc[:, 3:].sum(axis=1)))
+    ring_ms = ours["gradients"] + 14 * 0.01
+    assert list(8 * ours["data parallel"]) == pytest.approx(list(ours["one device"] + ring_ms))
     theirs = strips_cost.table_ms(lambda **step: step["latency_s"], (256,), LINKS, **SMALL)
     assert list(theirs["strips"]) == pytest.approx([0.01, 0.01])

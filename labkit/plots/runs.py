@@ -162,7 +162,7 @@ def loss_curves(
     ax = style.make_axes(ax)
     for index, (label, result) in enumerate(results.items()):
         # Losses of correct runs coincide: a line must show those that it lies on.
-        line = ("-", "--", ":", "-.")[index % 4]
+        line = ("-", "--", ":", "-.", (0, (5, 1)))[index % 5]
         _draw_curve(ax, index, label, result.losses, linestyle=line, lw=2)
     if chance is not None:
         ax.axhline(chance, color=style.GREY, lw=1)
@@ -189,7 +189,8 @@ def loss_difference_curves(
 
 def _draw_curve(ax: Axes, index: int, label: str, values: pandas.Series, **look: Any) -> None:
     # Open markers that become smaller stay visible on top of each other.
-    turn = index % 4
+    turn = index % 5
     if len(values) <= MAX_STEPS_WITH_MARKERS:
-        look |= {"marker": "osD^"[turn], "markersize": 10 - 2 * turn, "fillstyle": "none"}
-    ax.plot(values.index, values, label=label, color=style.rank_colour(index), **look)
+        look |= {"marker": "osD^v"[turn], "markersize": 10 - 1.6 * turn, "fillstyle": "none"}
+    colour = "black" if turn == 4 else style.rank_colour(turn)
+    ax.plot(values.index, values, label=label, color=colour, **look)

@@ -72,8 +72,8 @@ labkit.use_one_device(max(RANKS, 4))  # GPUs if there is one for each rank of th
 # ## 2. The code you would write ({minutes} minutes)
 #
 # Here is a complete distributed program, which trains **data-parallel**: every process holds the same network, and each
-# takes its own samples. The magic `%%torchrun -n 4` runs the cell on four processes, with the notebook's imports. If you save the same lines as
-# `train.py`, `torchrun --nproc-per-node 4 train.py` runs them, too.
+# takes its own samples. The magic `%%torchrun -n 4` runs the cell on four processes, with the notebook's imports, but not
+# its variables. If you save the same lines as `train.py`, `torchrun --nproc-per-node 4 train.py` runs them, too.
 
 # %% tags=["script"]
 # %%torchrun -n 4
@@ -104,7 +104,7 @@ for step in range(20):
 dist.destroy_process_group()
 
 # %% [markdown]
-# The wrapper is `DistributedDataParallel` (*DDP*). In section 7 you do its work by hand.
+# The wrapper is `DistributedDataParallel` (*DDP*).
 #
 # <details><summary>On GPUs, with your own data, on several machines</summary>
 #
@@ -132,7 +132,7 @@ dist.destroy_process_group()
 #
 # A **rank** is one process of a run, and also its number, counted from 0, and the number of ranks is the **world
 # size**. `torchrun` starts the processes and tells each one its number in an environment variable. Ranks share no
-# memory. All run the same file, and where they differ, the number decides.
+# memory.
 #
 # Before ranks can talk, `init_process_group` lets them find each other. They talk through a **backend**, a library that
 # moves the bytes, which is *gloo* between CPUs and *NCCL* between NVIDIA GPUs.
@@ -237,8 +237,8 @@ checks.shift(shift)
 # | all-gather | every rank holds every rank's part | parameters of FSDP |
 # | all-to-all | rank r holds part r of every rank | mixtures of experts, where each token goes to its expert's rank |
 #
-# Four ranks are about to run all five. Rank 0 begins with 1 2 3 4, rank 1 with 10 20 30 40, rank 2 with 100 200 300
-# 400, and so on. Ranks and parts are counted from 0, and the all-gather begins with what the reduce-scatter leaves.
+# Four ranks are about to run all five. Rank 0 begins each call with 1 2 3 4, rank 1 with 10 20 30 40, rank 2 with 100 200
+# 300 400, and so on; the all-gather alone begins with what the reduce-scatter leaves. Ranks and parts are counted from 0.
 # Commit to a prediction, that is, write it in place of `None`: which is the **first** number on rank 2 after each call?
 
 # %% tags=["commit"]
@@ -274,8 +274,8 @@ first = {name: five.ranks[2].reported[name]["after"].flatten()[0].item() for nam
 pandas.DataFrame({"yours": mine_first, "rank 2 holds": first}).astype(object).fillna("no prediction")
 
 # %% [markdown]
-# *Each number has the colour of the rank that held it first. The all-gather begins with the parts that the reduce-scatter
-# has left, and collects them. So the two in turn leave what an all-reduce leaves.*
+# *A number has the colour of the rank that held it before the call, and a new sum is dark. The all-gather collects the
+# parts that the reduce-scatter has left, so the two in turn leave what an all-reduce leaves.*
 
 
 # %% tags=["claim"]
@@ -343,7 +343,7 @@ report(ring={"start": mine} | {f"after step {step}": values for step, values in 
 _ = plots.values_by_rank(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *A frame marks what has just arrived. Rank 0 sends its 1 to rank 1, which adds 10 and sends 11 on. After step 2
+# *A frame marks the part that has just changed. Rank 0 sends its 1 to rank 1, which adds 10 and sends 11 on. After step 2
 # each rank holds one finished part (dark). These then travel on and replace the others.*
 
 # %% tags=["claim"]
@@ -542,7 +542,14 @@ plots.comparison_table(ring_run, by_theory, yours=mine_sends, tolerance=0.02)
 # all samples, and compares outputs, gradients and parameters over two steps.
 #
 # **Break it.** Copy your ring and break one thing: leave out the last step, add where it should replace, or send the
-# wrong part. Each ring is then checked, and trains 20 steps.
+# wrong part. Each ring is then checked, and trains 20 steps on random targets, from which little can be learned. Commit:
+# will the loss of your broken ring fall (1) or not (0)?
+
+# %% tags=["commit"]
+mine_broken = commit(falls=None)
+### BEGIN SOLUTION
+mine_broken = commit(falls=1)
+### END SOLUTION
 
 
 # %%
@@ -573,13 +580,16 @@ for name, ring_to_check in {"your ring": yours, "broken ring": broken_ring}.item
         first, *rest = str(failure).splitlines()
         places = [line.strip() for line in rest if f"in {ring_to_check.__name__}" in line]
         print(f"{name}: not compared: {first}", *places[:1])
+print(f"you, on whether the broken ring's loss falls: {prediction_text(mine_broken['falls'])}")
 
 # %% tags=["claim"]
 falls = [each.iloc[-1] < each.iloc[0] for each in losses.values() if not each.isna().any()]
 claim("the loss may fall with wrong sums, too", all(falls))
+claim("here it even falls further", losses["broken ring"].iloc[-1] < losses["your ring"].iloc[-1])
 
 # %% [markdown]
-# Losses are printed after two steps of warming up. They may fall with wrong sums, too. Only the comparison tells.
+# A ring that adds in both passes counts some gradients twice. Longer
+# gradients make longer steps, so its loss falls even further. Only the comparison tells.
 #
 # *Takeaway: compare gradients rather than losses. After you write a test, break the code once and watch the test fail.*
 #
@@ -590,7 +600,7 @@ claim("the loss may fall with wrong sums, too", all(falls))
 #
 # `m · α + b · β`
 #
-# Two ranks make all-reduces of seven sizes:
+# Two ranks measure seven sizes:
 
 # %% tags=["nbval-ignore-output"]
 messages = labkit.run("all_reduce", nproc=2, repeats=REPEATS)
@@ -604,10 +614,28 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 # *One all-reduce by its size; dashed, α + bytes · β, fitted to the fastest rounds. Small ones cost
 # α, and large ones pay by the byte; at α / β both cost the same.*
 #
-# Two numbers cannot fit seven sizes exactly, but they come close enough to predict with.
-#
+# Two numbers cannot fit seven sizes exactly. Can they predict another one? Take α and β from the figure's legend and
+# commit: how many milliseconds will an all-reduce of 16 MiB, four times the largest, take on your machine?
+
+# %% tags=["commit"]
+mine_16_mib = commit(ms=None)
+### BEGIN SOLUTION
+mine_16_mib = commit(ms=round(1e3 * theory.fit_alpha_beta(times.to_dict()).seconds(2**24), 1))
+### END SOLUTION
+
+# %% tags=["nbval-ignore-output"]
+larger = labkit.run("all_reduce", nproc=2, repeats=REPEATS, message_bytes=(2**20, 2**24))
+larger_ms = 1e3 * fastest_all_reduce_times(larger)[2**24]
+print(f"16 MiB: {larger_ms:.1f} ms; you: {prediction_text(mine_16_mib['ms'])}")
+
+# %% tags=["claim"]
+by_fit_ms = 1e3 * theory.fit_alpha_beta(times.to_dict()).seconds(2**24)
+claim("the fit is right within a factor of two", 0.5 < larger_ms / by_fit_ms < 2)
+
+# %% [markdown]
 # In a ring of n ranks, α is 2 (n − 1) times the **latency** of one step: 2 steps for the figure's two ranks. β
-# is 2 (n − 1)/n divided by the **bandwidth** of a link, and at most doubles. The explorer answers the question below it.
+# is 2 (n − 1)/n divided by the **bandwidth** of a link, so even very many ranks at most double that of two. The explorer
+# answers the question below it.
 
 # %%
 widgets.RingExplorer()
@@ -616,13 +644,15 @@ widgets.RingExplorer()
 # <details><summary>64 ranks add up 1 MiB, with 10 µs a step and 10 GB/s. Which helps more, ten times the bandwidth or a
 # tenth of the latency?</summary>
 #
-# A tenth of the latency: 126 steps take 1.26 ms, and the bytes only 0.21 ms.
+# A tenth of the latency: 126 steps take 1.26 ms, and the bytes only 0.21 ms. For small tensors on many ranks NCCL
+# therefore takes trees instead of a ring: their number of steps grows with the logarithm of n.
 #
 # </details>
 #
-# **One call or eight?** Your ring made a call for each of the eight gradients. DDP packs them into one **bucket** and
-# makes one call. Four ranks now train with each, on an emulated wire, where a message waits 10 ms, and then 100 ns a
-# byte. Commit: how many milliseconds of a step does the bucket save?
+# **One call or eight?** Your ring makes a call for each of the eight gradients. DDP packs them into **buckets** of
+# up to 25 MiB and makes one call for each. Four ranks now train layers that are 64 wide, whose gradients have 66,560
+# bytes and fit into one bucket. The wire is emulated: each step of a ring waits 10 ms, and then 100 ns a byte. Commit: how
+# many milliseconds of a training step does the bucket save?
 
 # %% tags=["commit"]
 mine_saves = commit(saved_ms=None)
@@ -636,21 +666,21 @@ ways = {"eight rings": {"mode": "yours", "use": {"data_parallel": averaging_with
 by_way = labkit.compare("ddp_compile", ways, nproc=4, dim=64, steps=2, rounds=1, emulate=slow_wire)
 eight_ms, one_ms = (run.value("step_ms") for run in by_way.values())
 print(f"{eight_ms:.0f} - {one_ms:.0f} = {eight_ms - one_ms:.0f} ms; you: {prediction_text(mine_saves['saved_ms'])}")
+print(f"beyond the wire's 420 ms: {(eight_ms - one_ms - 420) / 42:.1f} ms for each of 42 steps")
 
 # %% tags=["claim"]
 claim("the bucket saves about the latency of 42 messages", 0.9 < (eight_ms - one_ms) / 420 < 1.5)
 
 # %% [markdown]
-# The bucket's ring has 6 steps, the eight rings have 48, so 42 · 10 ms are saved, and the time that real ranks spend on
-# each message.
+# The bucket's ring has 6 steps, the eight rings have 48. So 42 · 10 ms are saved, and the processes' own time for each step.
 #
-# *Takeaway: every call pays α once more, so few large messages are better than many small ones. So
-# DDP fills buckets (lab 4), and FSDP gathers whole layers (lab 2).*
+# *Takeaway: every call pays α once more, so few large messages are better than many small ones. DDP fills buckets (lab
+# 4), and FSDP gathers whole layers (lab 2).*
 #
 # ## 10. Does it pay? ({minutes} minutes)
 #
 # If n ranks share a batch, each computes an n-th of it, and then they average the gradients. The time of a step is the
-# sum of both. Lab 4 lets them overlap, but DDP sends the gradients of a network as small as ours in one call at the end.
+# sum of both. Lab 4 lets them overlap, but gradients that fit into one bucket are sent in one call at the end.
 #
 # ### Exercise 5: the time of a step (•, {minutes} minutes)
 #
@@ -684,10 +714,10 @@ def step_seconds(compute_s: float, gradient_bytes: int, ranks: int, latency_s: f
 checks.step_seconds(step_seconds)
 
 # %% [markdown]
-# **On two wires.** Real ranks now train with DDP, and *wait* as long as an imagined device and wire would take: 8
-# layers, each 20 ms forward and 40 ms backward for the whole batch; 10 MB a second; a latency of 1 ms a step on the near
-# wire, and 40 ms on the far one. DDP's messages are real, 133,120 bytes of gradients. Commit, before you call your
-# function: on each wire, which of 1, 2, 4 and 8 ranks is fastest?
+# **On two wires.** Real ranks now train with DDP, and *wait* as long as an imagined device and wire would take. One
+# device computes the whole batch in 8 layers of 20 ms forward and 40 ms backward, 480 ms in all. The gradients have 133,120
+# bytes, and links carry 10 MB a second. A ring's step has a latency of 1 ms on the near wire, and 40 ms on the far one.
+# Commit, before you call your function: on each wire, which of 1, 2, 4 and 8 ranks is fastest?
 
 # %% tags=["commit"]
 mine_fastest = commit(near=None, far=None)
@@ -717,7 +747,30 @@ claim("on the far wire two ranks win, and eight lose", far_ms[1] < 0.8 * far_ms[
 
 # %% [markdown]
 # *Emulated steps; dashed, as your function predicts. On the near wire each doubling pays. On the far wire two ranks are
-# fastest, and eight are slower than one device.*
+# fastest, and eight are slower than one device. Above the dashed lines lies the processes' own time for each step.*
+#
+# <details><summary>On the far wire, which number of ranks is fastest with twice the batch?</summary>
+#
+# Four, by the formula: `step_seconds(0.96, 133_120, n, 0.04, 1e7)` is smallest for n = 4.
+#
+# </details>
+#
+# <details><summary>On the reference cluster, do 64 GPUs pay for 7 billion parameters, 4 million tokens a step?</summary>
+#
+# Training takes about 6 operations a parameter and token, so each GPU computes 6 · 7e9 · 4e6 / 64 / 400e12 = 6.6 s.
+#
+# The gradients in bfloat16 have 14 GB. One ring through all 64 GPUs would leave every host over one card, at 50 GB/s. So
+# NCCL makes eight rings. Each leaves the hosts over another card and carries an eighth of the gradients, which takes
+# 2 · 63/64 · (14 / 8) / 50 = 0.07 s.
+#
+# It pays, and it still does with a single sequence of 4096 tokens a GPU: computing takes 0.43 s, and 64 GPUs are 55 times
+# as fast as one. With one card a host, sending takes 0.55 s, and they are 28 times as fast. But no H100 holds 112 GB, so
+# lab 2 cuts them up.
+#
+# </details>
+#
+# *Takeaway: with more ranks, computing shrinks, a rank's bytes at most double from two ranks on, and a ring's latency
+# grows. So there is a best number of ranks, and it grows with the batch and with faster links.*
 
 # %% tags=["claim"]
 claim("133,120 bytes of gradients", 4 * 8 * (64 * 64 + 64) == 133_120)
@@ -732,29 +785,10 @@ claim("twice the batch: four ranks", min(twice_s, key=twice_s.get) == 4)
 claim("112 GB; 21 years, or 7.5 days", (16 * 7, round(184_320 / 24 / 365), 184_320 / 1024 / 24) == (112, 21, 7.5))
 
 # %% [markdown]
-# <details><summary>On the far wire, which number of ranks is fastest with twice the batch?</summary>
-#
-# Four, by the formula: `step_seconds(0.96, 133_120, n, 0.04, 1e7)` is smallest for n = 4.
-#
-# </details>
-#
-# <details><summary>On the reference cluster, do 64 GPUs pay for 7 billion parameters, 4 million tokens a step?</summary>
-#
-# Training takes about 6 operations a parameter and token, so each GPU computes 6 · 7e9 · 4e6 / 64 / 400e12 = 6.6 s. Its
-# 14 GB of bfloat16 gradients take 2 · 63/64 · 14 / 400 = 0.07 s, as eight rings leave each host, one through each card.
-# It pays, and it still does with a single sequence of 4096 tokens a GPU: computing takes 0.43 s, and 64 GPUs are 55 times
-# as fast as one. With one card a host, sending takes 0.55 s, and they are 28 times as fast. But no H100 holds 112 GB, so
-# lab 2 cuts them up.
-#
-# </details>
-#
-# *Takeaway: with more ranks, computing shrinks, a rank's bytes at most double, and latency grows. So there is a best
-# number of ranks, and it grows with the batch and with faster links.*
-#
 # ## 11. Take away ({minutes} minutes)
 #
-# 1. All ranks run the same program, and make the same collectives in the same order. A hang means that some rank waits
-#    for a call that another rank never makes.
+# 1. All ranks run the same program, and make the same collectives in the same order. Most hangs are ranks in different
+#    places: one waits for a call that another never makes.
 # 2. An all-reduce is a reduce-scatter and an all-gather. In a ring each rank sends 2 (n − 1)/n of the tensor.
 # 3. A collective costs α + bytes · β, so make few large ones. More ranks pay as long as they save more computing than
 #    they add sending.

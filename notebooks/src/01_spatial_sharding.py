@@ -91,8 +91,8 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 # At 4096 pixels a side the activations of a single image no longer fit an H200 with 141 GB. So checkpoint first. That brings 155 GB down to 15, most
 # of it the one block that is being computed again. The price is one more forward pass.
 #
-# Cut the image where that is not enough: in float32 a tile of 16,384 pixels does not fit even then, and some
-# weather forecasts are due within seconds.
+# Cut the image where that is not enough: in float32 an image of 16,384 pixels a side does not fit even then. Or cut it to
+# have one image sooner.
 
 # %% tags=["claim"]
 plain_gb, checkpointed_gb = (
@@ -103,16 +103,15 @@ plain_gb, checkpointed_gb = (
     )
 )
 claim("155 GB do not fit 141, and 15 do", [round(plain_gb[0]), round(checkpointed_gb[0])] == [155, 15])
-claim("a tile of 16,384 pixels does not fit even so", checkpointed_gb[1] > 141)
-first_stage = spatial.convnext_stages(4096, 4096, **LARGE)[0]
-block_gb = 12 * 4e-9 * first_stage.channels * first_stage.height * first_stage.width
+claim("an image of 16,384 pixels does not fit even so", checkpointed_gb[1] > 141)
+block_gb = spatial.checkpointed_bytes(spatial.convnext_stages(4096, 4096, (1,), (256,)), batch=1) / 1e9
 claim("most of it is one block", 0.8 < block_gb / checkpointed_gb[0] < 0.9)
 
 # %% [markdown]
-# Now train this lab's small network, drawn in section 3, on two images of 512 × 1536 pixels, with at most 210 MiB for each
+# Now train this lab's small network on two images of 512 × 1536 pixels, with at most 210 MiB for each
 # rank. Strategy `plain` is one device. `local` cuts images into strips with labkit's exchange,
 # and `yours`, in section 6, with your functions. **The first two runs are meant to fail.** Each then runs
-# again without a limit, to measure what it needs.
+# again without a limit.
 
 
 # %%
@@ -137,8 +136,8 @@ outcomes = {
 pandas.DataFrame.from_dict(outcomes, orient="index", columns=["with 210 MiB", "tensors at the peak, MiB"])
 
 # %% [markdown]
-# On one rank, tensors alone exceed the limit, even with checkpointing. Those of a strip take little more than a third of
-# it.
+# On one rank, tensors alone exceed the limit, even with checkpointing, which saves little in a network of two blocks
+# (section 8). Those of a strip take little more than a third of it.
 
 # %% tags=["claim"]
 ended, peaks_mib = zip(*outcomes.values(), strict=True)
@@ -181,7 +180,7 @@ loss.backward()
 print(f"loss {loss.item():.3f}")
 
 # %% [markdown]
-# - **Who cuts?** Each rank, for itself. With files, each rank would read its own columns.
+# - **Who cuts?** Each rank, for itself.
 # - **Who holds the weights?** All ranks hold all of them. The seed makes them equal, and nothing is sent.
 # - **What is sent?** One mean for each sample and channel. A second convolution would need three columns of its
 #   neighbours' *features*, which no file holds. That message, the halo, is what you build in section 4.
@@ -244,7 +243,7 @@ checks.extra_columns(extra_columns)
 #
 # As in lab 0, start all messages in one batch and wait afterwards: `dist.P2POp(dist.isend, tensor, rank)` and
 # `dist.P2POp(dist.irecv, tensor, rank)` describe messages, `dist.batch_isend_irecv(list)` starts them and returns handles, and
-# each handle has a `wait()`. A tensor that is sent must be contiguous.
+# each handle has a `wait()`. What is sent must be contiguous.
 #
 # ### Exercise 2: pad a strip with its neighbours' columns (••, {minutes} minutes)
 #
@@ -295,7 +294,7 @@ _ = plots.halo_diagram(photo.load_photo()[60:300] // 3 + 170, ranks=4, halo=12, 
 
 # %% [markdown]
 # *The way back, on the faded image: the halo's part of rank 1's gradient goes home, and its owner adds it (+) to its
-# own. Rank 1 gets two such parts, too.*
+# own.*
 #
 # ### Exercise 3: send the gradients home (••, {minutes} minutes)
 #
@@ -304,7 +303,8 @@ _ = plots.halo_diagram(photo.load_photo()[60:300] // 3 + 170, ranks=4, halo=12, 
 # is `2 * halo` columns narrower than `grad`. At the border of the image nobody owns the outer columns.
 #
 # You need not write the messages of exercise 2 again: `swap_columns(to_left, to_right, rank, ranks)` is labkit's function
-# of them. It sends one tensor to each neighbour, after making it contiguous, and returns what they sent, `(from_left, from_right)`, with zeros at the border.
+# of them. It sends one tensor to each neighbour and returns what they sent, `(from_left, from_right)`, with zeros at
+# the border.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -365,7 +365,7 @@ class HaloExchange(torch.autograd.Function):
 # In lab 0 gradients were averaged, because each rank had samples of its own. Now all ranks have the same samples and
 # the same loss, but each has seen its own columns only. Below, section 2's network with a 1 × 1 convolution runs on
 # four ranks and on one device. In the backward pass `full_tensor()` sends nothing: it hands the gradient of the sum,
-# unchanged, to this rank's term. `%%torchrun` gives every cell `torch` and `dist`.
+# unchanged, to this rank's term.
 #
 # Each rank reports what part of one device's gradient it holds: the projection (own · whole) / (whole · whole), which
 # is 1 if the two are equal. Commit: what part does each rank hold, roughly, of the convolution's gradient, and of the
@@ -422,7 +422,7 @@ claim("of the head each rank holds all", (shares["head"] - 1).abs().max() < 1e-5
 # ### Exercise 4: reduce the gradients (•, {minutes} minutes)
 #
 # `cut` is a list of gradients of everything before the mean over the image, and `head` a list of the head's. Change
-# them in place, so that every rank holds one device's gradients. Each collective costs its latency again (lab 0), so
+# them in place, so that every rank holds one device's gradients. Each collective costs its latency again, so
 # use only one, and send no more bytes than you need.
 #
 # <details><summary>Hint 1</summary>
@@ -468,7 +468,7 @@ reduce_verdict
 # each backward pass. Your functions go in once they are right, and until then labkit's.
 #
 # First commit: how many messages does a rank in the middle send to its neighbours in a training step, forward and
-# backward, and how many bytes, in float32? `stages[0].height` and `stages[0].channels` hold what the diagram shows.
+# backward, and how many bytes, in float32? Section 3's diagram has the shapes.
 
 # %% tags=["commit"]
 mine_traffic = commit(send_count=None, send_bytes=None)
@@ -498,9 +498,8 @@ predicted = {
 plots.comparison_table(yours_run, predicted, yours=mine_traffic)
 
 # %% [markdown]
-# To see whether it is right, `labkit.check` gives the cut network and one device the same random images and the same
-# weights, noise on each so that none is neutral. It takes three steps, and compares the last outputs, all 28 gradients and
-# all 28 weights.
+# To see whether it is right, `labkit.check` gives the cut network and one device the same random images and weights. It
+# takes three steps, and compares the last outputs, all 28 gradients and all 28 weights.
 
 # %%
 PARITY = {"nproc": RANKS, "width": WIDTH, "strategy": "yours"} | NETWORK
@@ -593,10 +592,10 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 #
 # In A all gradients are right back to the last halo exchange. Before it, a part of each never came home. In C the features are wrong
 # already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks: an average.
-# In D it is only about a quarter, in each tensor another part: what rank 0's own columns gave, as in section 5. Adam divides
-# the running mean of a gradient by the running mean of its size, so a factor in both drops out, and the loss cannot show B.
-# SGD's steps would be a quarter as long.
-# D's loss even ends below the right run's: there each strip trains weights of its own.
+# In D it is only about a quarter: what rank 0's own columns gave, as in section 5. Adam divides the running mean of a
+# gradient by the root of the running mean of its square, so a factor in both drops out, and the loss cannot show B. SGD's
+# steps would be a quarter as long in all tensors but the head's. D's loss even ends below the right run's, although
+# each strip then trains weights of its own.
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -620,13 +619,13 @@ claim("D has about a quarter", 0.03 < (ratios["D"][:-1] * RANKS - 1).abs().max()
 # ## 8. Memory of a rank ({minutes} minutes)
 #
 # What does checkpointing save here, and what do strips? In a block every layer but the last addition keeps its input, and
-# the two blocks' own inputs have 0.79 and 0.39 MB. Commit: how many times the size of its own input does a block keep (count
-# in section 3's figure), and how many MB does one device keep with checkpointing, at the peak?
+# the two blocks' own inputs have 0.79 and 0.39 MB. Commit: how many times the size of its own input does a block keep, and
+# how many MB does one device keep with checkpointing, at the peak, when it computes the first block again?
 #
 # <details><summary>Hint</summary>
 #
-# Between the two 1 × 1 convolutions there are four times as many channels. The backward pass begins with the second block. When
-# it computes the first one again, what is left of the second?
+# Count in section 3's figure. Between the two 1 × 1 convolutions there are four times as many channels. The backward pass
+# begins with the second block. When it computes the first one again, what is left of the second?
 #
 # </details>
 
@@ -679,8 +678,8 @@ claim("12 times the input, and two norms", abs(beside_norms - 12) < 0.01, where=
 claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 
 # %% [markdown]
-# *Peak memory of a rank; dashed, the predicted activations. These shrink with every rank, and the halos keep them a
-# little above a fair share.*
+# *Peak memory of a rank, the images among the temporary; dashed, the predicted activations. These shrink with every rank,
+# and the halos keep them a little above a fair share.*
 #
 # A block keeps the input of each layer, here in units of the block's own:
 #
@@ -688,14 +687,13 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 # |---|---|---|---|---|---|---|
 # |1|1|1|4|4|1|12|
 #
-# With two blocks, not 36, checkpointing saves 41 % of the activations, and 21 % of the peak, which now lies in the first
-# block: its maps, and their gradients, are twice as large. Strips can checkpoint, too: a block that is computed again
-# exchanges its halo again.
+# With two blocks, not 36, checkpointing saves 41 % of the activations, and 21 % of the peak. The peak moves from the second
+# block to the first, whose maps and gradients are twice as large.
 #
 # <details><summary>And what is outside blocks?</summary>
 #
-# The stem's norm keeps its input, as large as the first block's. But at the peak the input of that block's layer scale is free
-# already. So the sum is 12 again.
+# The stem's norm keeps its input, as large as the first block's. But the peak comes a moment after the backward pass of the
+# first block has begun, with its layer scale, and what that kept is free by then. So the sum is 13 − 1 = 12 again.
 #
 # </details>
 #
@@ -703,15 +701,15 @@ claim("the inputs of the two blocks", inputs_mb == [0.79, 0.39], where=TOLD)
 #
 # ## 9. Does it pay? ({minutes} minutes)
 #
-# For time, strips have two rivals: one device that takes the whole image, and data parallelism, in which each rank
-# takes images of its own.
+# Strips have two rivals: one device, and data parallelism, in which each rank takes images of its own.
 #
 # ### Exercise 5: the time of a step in strips (•, {minutes} minutes)
 #
-# One device takes `compute_s` for all images, and strips share this. How many seconds does a step take on a rank in the middle, which sends one
-# message after another? Each halo has `halo_bytes`; count them as in section 6. The gradients and the mean over the
+# One device takes `compute_s` for all images, and strips share this. How many seconds does a step take on a rank in the
+# middle of at least three? Each halo has `halo_bytes`; count them as in section 6. The gradients and the mean over the
 # image each go around a ring (lab 0), but only the gradients have many bytes, `gradient_bytes`. A message takes
-# `latency_s`, and its bytes over `bytes_per_s`.
+# `latency_s`, and its bytes over `bytes_per_s`. Count one after another, which is the worst case: messages that start
+# together may share their latency.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -748,12 +746,12 @@ seconds_verdict
 
 # %% [markdown]
 # **First**, four real ranks train 4 blocks, and *wait* (`emulate=`) as if one device took 600 ms an image, and any
-# message 3 ms between near devices and 20 ms between distant ones, whatever its bytes. What is measured is how often a
-# real step waits, and what your machine adds.
+# message 3 ms between near devices and 20 ms between distant ones, whatever its bytes.
 #
-# **Then** your formula takes section 1's network to eight GPUs of lab 0's reference cluster, in bfloat16 (2 bytes a
-# number), with 400 · 10¹² operations a second and 10 µs a message: (1) 1024 × 1024 pixels over NVLink with 450 GB/s,
-# (2) the same over network cards with 50 GB/s, (3) and (4) likewise for 2048 × 2048.
+# **Then** your formula takes section 1's network to eight GPUs of lab 0's reference cluster, in bfloat16, with 400 · 10¹²
+# operations a second and 10 µs a message. Its gradients have 0.7 GB, and 1024 × 1024 pixels take 7.5 · 10¹² operations. The
+# cases: (1) such an image over NVLink (450 GB/s), (2) over network cards (50 GB/s), (3) and (4) likewise for
+# 2048 × 2048.
 #
 # Commit: how many ms does one image take in strips on near devices? Which of the cases 1 to 4 loses to one device,
 # and what takes most of its time: 1 arithmetic, 2 the halos' bytes, 3 the gradients' bytes, or 4 latency?
@@ -790,14 +788,15 @@ print("{:.0f} ms; theory: {:.0f}; you: {}".format(*near_ms, prediction_text(mine
 # *Emulated steps; dashed, theory. One image is faster in strips on near devices, and slower on distant ones. With an
 # image for each rank, data parallelism is faster: it sends no halos, and adds up no means.*
 #
-# All 28 messages take 84 ms beside the 150 of one image. So one image pays up to (600 − 150) / 28 = 16 ms a message.
+# By theory all 28 messages take 84 ms beside the 150 of one image, so one image pays up to (600 − 150) / 28 = 16 ms a
+# message. What the run takes beyond theory is the work of four processes on few cores.
 
 # %%
 links = {"NVLink": 450e9, "network cards": 50e9}
 formula = strips_seconds if seconds_verdict.ok else None  # or labkit's
 cluster_ms = strips_cost.table_ms(formula, (1024, 2048), links, **LARGE)
 lost = list(cluster_ms["strips"] > cluster_ms["one device"])
-largest = list(cluster_ms.iloc[lost.index(True), 2:].argsort())[-1]
+largest = list(cluster_ms.iloc[lost.index(True), 3:].argsort())[-1]
 print(f"loses: case {lost.index(True) + 1}; you: {prediction_text(mine_steps['loses'])}")
 print(f"largest part: {largest + 1}; you: {prediction_text(mine_steps['largest_part'])}")
 cluster_ms.round(1)
@@ -814,15 +813,20 @@ gradients_ms = cluster_ms["gradients"]
 claim("there, gradients take longer than one device", gradients_ms.iloc[1] > cluster_ms["one device"].iloc[1])
 claim("they do not grow with the image", list(gradients_ms[:2]) == list(gradients_ms[2:]))
 claim("halos take less than a tenth as long", (cluster_ms["halos"] < 0.1 * gradients_ms).all())
+operations = cluster_ms["one device"].iloc[0] * 1e-3 * 400e12
+claim("7.5 · 10¹² operations", round(operations / 1e12, 1) == 7.5)
+eight = cluster_ms["data parallel"]
+claim("data parallelism wins in all cases but one device's", (eight < cluster_ms["strips"]).all())
 
 # %% [markdown]
-# *Milliseconds of a step. `strips` is your formula, once it is right; its parts follow.*
+# *Milliseconds of a step with one image; `data parallel` is for one of eight, each on a rank of its own. `strips` is your
+# formula, once it is right; its parts follow.*
 #
-# The small image loses over network cards. There the gradients alone, 0.7 GB, take longer than one device needs for
-# all. They do not grow with the image, while the arithmetic does. Data parallelism sends them, too, but for eight images.
+# The small image loses over network cards. There the gradients alone take longer than one device needs for
+# all. They do not grow with the image, while the arithmetic does. Data parallelism sends them, too, but once for eight images.
 #
-# *Takeaway: cut images if one does not fit, or if a single image must be fast and the ranks are near. Otherwise give
-# each rank images of its own.*
+# *Takeaway: cut images if one does not fit, or if a single image must be fast and computing it takes longer than summing
+# the gradients. Otherwise give each rank images of its own.*
 #
 # ## 10. Take away ({minutes} minutes)
 #
@@ -835,7 +839,7 @@ claim("halos take less than a tenth as long", (cluster_ms["halos"] < 0.1 * gradi
 # |---|---|
 # |activations do not fit|checkpoint first, and cut the image where that is not enough|
 # |images fit, and are at least as many as the ranks|give each rank images of its own|
-# |the image is small, or the cards are slow|do not cut: summing the gradients may cost more than strips save|
+# |the image is small and the cards are slow|do not cut: summing the gradients costs more than strips save|
 # |you wrap a cut network in DDP|stop: it averages gradients that must be summed|
 #
 # **Ask yourself**

@@ -33,18 +33,8 @@ from labkit_course.checks.claims import claim, commit, prediction_text
 doctor.show(lab="2")
 
 # %% [markdown]
-# The lab measures a stack of *blocks*: linear, ReLU, linear, ReLU, with an inner width of 3, 4, 3, 3, 4, 3 … times
-# `DIM`.
-#
-# | section | compares | blocks | ranks |
-# |---|---|---|---|
-# | 2 | bytes that FSDP and DDP send | 3 | 4 |
-# | 3 | your FSDP and one device | 3 | `RANKS` |
-# | 4 | memory by wrapping | 8 | 4 |
-# | 4 | time by wrapping, emulated | 4 | 2 |
-# | 5 | time on two wires, emulated | 6 | 2 |
-#
-# You may change these parameters:
+# The lab measures stacks of *blocks*: linear, ReLU, linear, ReLU, with an inner width of 3, 4, 3, 3, 4, 3 … times
+# `DIM`. You may change these parameters:
 
 # %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1} points=[[2,1,1,1],[3,100,8,4],[8,256,48,12]]
 RANKS: int = 2  # ranks that share the parameters
@@ -226,8 +216,8 @@ for size, unit in ((200, "a block"), (7000, "the whole model")):
 
 # %% [markdown]
 # With blocks of 200 million parameters five GPUs hold it, with no byte left for what the formula leaves out, so take
-# eight. For the toy model of section 1 the formula gives 72 + 72 = 144 MB on four ranks, and with buffers 172 were
-# measured.
+# eight. For the toy model of section 1 the formula gives 72 + 72 = 144 MB on four ranks. Measured were 172, as the layer's
+# gradient is copied into a buffer of 36 MB, while its share, 9 MB, does not exist yet.
 #
 # **Counted on four real ranks.** `launch/fsdp_wrap.py` does what the script does, with the stack: three blocks are three
 # units, and nothing is left for the root. For a `DIM` of 128 they have 329,344 parameters of 4 bytes. Bytes are those
@@ -407,7 +397,7 @@ gather_verdict
 # ### Exercise 4: reduce the gradients (••, {minutes} minutes)
 #
 # When the last gradient of the unit is there, free the buffer, make a flat row of the gradients (and zeros as before),
-# set each parameter's own `.grad` to None, and leave in `shard.grad` this rank's part of the **mean** over the ranks.
+# set each parameter's own `.grad` to None, and put into `shard.grad` this rank's part of the **mean** over the ranks.
 # The check trains two steps.
 #
 # <details><summary>May the buffer be freed so early?</summary>
@@ -580,10 +570,12 @@ parts = {label: {part: size for part, size in sizes.items() if part != "total"} 
 _ = plots.memory_comparison(parts, runs, bound=10.6e6)
 
 # %% [markdown]
-# *Peak memory of a rank, each bar at its own moment. `root` saves little, because it gathers everything at once; `block`
-# saves nearly half. Theory is 2 % too high for `layer`: it starts a gather too early.*
+# *Peak memory of a rank. Theory is 2 % too high for `layer`: it starts a gather too early.*
 #
-# `block` has its peak in the backward pass of the last block:
+# Each bar stands at its own moment. Data parallelism has its peak when all gradients lie in its buckets. `root` has it at
+# the end of the forward pass and saves little: all parameters are gathered. A gather arrives in a buffer and is
+# copied from there, and `fully_shard` keeps the buffer until the next gather or the end of the pass. `block` saves nearly
+# half. Its peak is in the backward pass of the last block:
 #
 # | it holds | MB |
 # |---|---|
@@ -594,7 +586,6 @@ _ = plots.memory_comparison(parts, runs, bound=10.6e6)
 # | temporary: gradients of activations and of one layer | 1.311 |
 # | sum | 9.489 |
 #
-# The temporary memory of data parallelism is its buckets.
 
 # %% tags=["claim"]
 peaks = {label: result.value("peak_total_bytes") for label, result in runs.items()}
@@ -683,10 +674,10 @@ units_verdict
 # %% [markdown]
 # **Choose.** A rank may use 10.6 MB, the dotted line. Two rows of the table are units: gathered parameters, and
 # communication buffers. With yours, each is at most as large as the limit, and the other rows stay. Commit to the largest
-# limit with which the sum surely fits.
+# limit with which the sum fits.
 #
-# Your function then makes units of the eight blocks, and of the four emulated ones: there a block takes 25 ms forward
-# and 50 ms backward, and a collective 10 ms.
+# Your function then makes units of the eight blocks. It also makes those of an emulated stack of four, in which a block
+# takes 25 ms forward and 50 ms backward, a collective 10 ms, and nothing overlaps.
 
 # %% tags=["commit"]
 mine_units = commit(limit_mb=None)
@@ -735,13 +726,11 @@ claim("and less time than blocks", took_ms["your units"] < 0.95 * took_ms["block
 #
 # Time for which a rank has to wait for a message is **exposed**. Your FSDP gathers, and waits. A gather hides if it
 #
-# - travels **in the background**: the rank computes while the message is on its way. With NCCL it does, but with gloo
-#   `fully_shard` waits for each gather unless told otherwise;
-# - starts early, which is called **prefetching**: while one block computes, the gather of the next begins. You ask for it
-#   by `block.set_modules_to_forward_prefetch([following])`. In the backward pass FSDP prefetches by itself, in the
-#   reverse order.
-#
-# Below, the runs with prefetching have both, and those without neither.
+# - travels **in the background**: the rank computes while the message is on its way. With NCCL it does. With gloo
+#   `fully_shard` waits for each gather, which labkit changes in the runs with prefetching;
+# - starts early, which is called **prefetching**: while one block computes, the gather of the next begins. On a GPU this
+#   comes by itself as long as the program runs ahead of the device. Where it does not, as on CPUs, you ask by
+#   `block.set_modules_to_forward_prefetch([following])`. In the backward pass FSDP prefetches by itself.
 #
 # **When does a gather hide?** Take a block of P parameters that N ranks share, T tokens on each rank, and a device with
 # F operations a second. The block's forward pass takes 2 P T / F seconds. Its all-gather sends b P (N − 1)/N bytes, with
@@ -749,11 +738,11 @@ claim("and less time than blocks", took_ms["your units"] < 0.95 * took_ms["block
 #
 # > T ≥ T₀ = b (N − 1)/N · F / (2 B)
 #
-# P drops out: without latency a gather takes T₀/T times as long as the arithmetic of a block's forward pass.
+# P drops out: without latency a gather takes T₀/T times as long as the block's forward pass.
 #
 # **Emulated: two wires.** Two H100s, F = 400 · 10¹², train six blocks with T = 2048 tokens each in bfloat16, b = 2. If
 # NVLink links them, B is 450 · 10⁹ and T₀ is 2 · ½ · 400 · 10¹² / (2 · 450 · 10⁹) = 444 tokens. In two hosts with one
-# network card each, B is 50 · 10⁹. Two ranks emulate both in slow motion, so that a block's forward pass takes 20 ms.
+# network card each, B is 50 · 10⁹. Two ranks emulate both in slow motion: a block's forward pass takes 20 ms.
 #
 # Commit: the card's T₀, and for each wire how many milliseconds the forward pass of all six blocks takes with
 # prefetching. It begins with a gather that has nothing to hide behind.
@@ -775,7 +764,7 @@ _ = plots.latency_bars(emulated, predicted=step_ms, arithmetic={"forward": 6 * 2
 
 # %% [markdown]
 # *Hatched: what each pass takes beyond its arithmetic. The dashed line is the step in theory, arithmetic and exposed
-# time; what a bar has beyond it is overhead.*
+# time.*
 
 # %% tags=["nbval-ignore-output"]
 WIRES = {"nvlink_ms": "NVLink, prefetch", "card_ms": "network card, prefetch"}
@@ -784,7 +773,7 @@ in_theory |= {name: forward_in_theory[wire] for name, wire in WIRES.items()}
 measured = {name: emulated[wire].value("forward_ms") for name, wire in WIRES.items()}
 columns = {"yours": mine_hiding, "theory": in_theory, "measured": measured}
 beyond_ms = {label: (emulated[label].value("step_ms") - ms) / 18 for label, ms in step_ms.items()}
-print("overhead of each collective:", ", ".join(f"{ms:.1f} ms" for ms in beyond_ms.values()))
+print("time beyond theory, over 18 collectives:", ", ".join(f"{ms:.1f} ms" for ms in beyond_ms.values()))
 pandas.DataFrame(columns).loc[list(mine_hiding)].round().astype(object).fillna("–")
 
 # %% tags=["claim"]
@@ -813,22 +802,23 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 
 # %% [markdown]
 # Over NVLink a gather takes 20 · 444/2048 = 4.3 ms and hides behind the 20 ms of a block. Only the first is exposed:
-# 4.3 + 6 · 20 = 124 ms. Through a card T₀ is 4000 tokens, and a gather takes 39 ms. The wire is never idle, and the last
-# block computes when the last gather has arrived: 6 · 39 + 20 = 254 ms.
+# 4.3 + 6 · 20 = 124 ms. Through a card T₀ is 4000 tokens, and a gather takes 39 ms on average. The wire is never idle, and
+# the last block computes when the last gather has arrived: 6 · 39 + 20 = 254 ms.
 #
 # The backward pass over NVLink has 240 ms of arithmetic, and takes 270 in theory: 4 for the first gather, which nothing
 # hides, and 6 · 4.3 because with gloo `fully_shard` waits for each reduce-scatter. With NCCL they can travel while the
 # next block computes.
 #
-# On this machine each of the 18 collectives takes a few ms more.
+# Here each of the 18 collectives takes some ms more, about as long as a gather over NVLink.
 #
-# *Takeaway: gathers cost the forward pass little time as long as each rank has more than T₀ tokens.*
+# *Takeaway: gathers that are prefetched, in the background, cost the forward pass little time as long as each rank has
+# more than T₀ tokens.*
 #
 # ## 6. Take away ({minutes} minutes)
 #
 # 1. FSDP keeps 1/N of parameters, gradients and optimizer state on each of N ranks, and gathers a unit before it
 #    computes.
-# 2. It sends 1.5 times as much as DDP if it gathers twice. A rank's tokens decide if that costs time.
+# 2. It sends 1.5 times as much as DDP if it gathers twice. With prefetching, a rank's tokens decide if that costs time.
 # 3. With small units less is whole at once, and each pays the latency of its messages.
 #
 # | if | then |
@@ -852,7 +842,8 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 # </details>
 # <details><summary>3. A block's gather is exposed, although T is twice T₀. What do you look for?</summary>
 #
-# Is it the first one of a pass, which has nothing to hide behind? Else, was it prefetched?
+# Is it the first one of a pass, which has nothing to hide behind? Else, was it prefetched? On a GPU, did the program run
+# ahead of the device, or does something make it wait in each block?
 #
 # </details>
 # <details><summary>4. The loss curve of a sharded run lies on that of one device. Is the sharding right?</summary>
