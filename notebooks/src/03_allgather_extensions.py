@@ -153,14 +153,14 @@ dist.destroy_process_group()
 _ = plots.hook_memory("int8")
 
 # %% [markdown]
-# *A drawing, not a measurement: who holds what in a gather of int8. At a later gather the decoded rows are a copy,
+# *A drawing: who holds what in a gather of int8. At a later gather the decoded rows are a copy,
 # `whole`, beside `out` until the hook returns.*
 #
 # `out` must be the same object because autograd keeps the parameter of the forward pass for the backward pass. The
 # hooks of the script fill nothing: their parameter *is* the gathered tensor, into which FSDP gathers again.
 #
-# FSDP2 cuts a parameter by rows, and every rank has to send equally many bytes. Where the rows do not divide, the last
-# shard is shorter, and `pad_rows(shard, rows)` adds rows of zeros to it. The hook returns the first parameter with this
+# FSDP2 cuts a parameter by rows, and every rank has to send equally many bytes. Where the rows do not divide, last
+# shards are shorter or empty, and `pad_rows(shard, rows)` adds rows of zeros. The hook returns the first parameter with this
 # padding, FSDP2 cuts the padding off, and every later `out` comes without it. `refill(out, whole)` therefore copies as
 # many rows as `out` has, and hides that from autograd, which would refuse a saved tensor that has changed.
 #
@@ -447,9 +447,9 @@ claim("all four losses are nearly the same", max(losses) < 1.02 * min(losses), w
 # *int8 and bfloat16 have nearly the same bound, but by RMS int8 errs nearly three times as much. float8 is the worst by
 # both.*
 #
-# A float rounds each number to some digits, so that small weights have small errors. int8 has one step for a whole row,
-# too coarse for its small weights. Among so many weights one lies almost halfway between two of int8's steps, so that
-# the largest error reaches the bound, 0.0039. float8 is used where GPUs multiply in it.
+# A float rounds each number to some digits, so that small weights have small errors, but float8 has few digits. int8 has
+# one step for a whole row, too coarse for its small weights. Among so many weights one lies almost halfway between two of
+# int8's steps, so that the largest error reaches the bound, 0.0039.
 #
 # **Which of the two errors does the loss follow?** All four losses are nearly the same. So round trained weights to 2
 # or 3 bits, steps from −1 to 1 or −3 to 3, or *clip* them, exact up to 2 or 1.5 times their matrix's RMS.
@@ -525,11 +525,13 @@ parts = {label: {part: size for part, size in sizes.items() if part != "total"} 
 _ = plots.memory_comparison(parts)
 alive = dict(zip(mine_alive, decoding.values(), strict=True))
 print({name: f"{alive[name]:.0f}; you: {prediction_text(number)}" for name, number in mine_alive.items()})
-gather_costs.ledger_mb(expected, measured=peaks)
+MOMENTS = ("MLP backward", "reducing", "decoding", "decoding")  # where each peak lies
+at = {label: f"{label}: {moment}" for label, moment in zip(expected, MOMENTS, strict=True)}
+gather_costs.ledger_mb(expected, measured=peaks).rename(columns=at)
 
 # %% [markdown]
-# *Peak memory of a rank in theory, the table with the measured sum. The policy lowers it by an eighth, and int8 hooks
-# on top of the policy raise it again, nearly to plain FSDP's.*
+# *Peak memory of a rank in theory, each at its own moment, and the measured sum. The policy lowers it by an eighth, and
+# int8 hooks on top of the policy raise it again, nearly to plain FSDP's.*
 
 # %% tags=["claim"]
 on_cpu = plain.device == "cpu"
@@ -692,8 +694,8 @@ claim("no part is four times as fast", not quarters or busy, where=TOLD and on_c
 
 # %% [markdown]
 # A quarter of the bytes makes no part of the gather four times as fast. The copies handle twelve tensors instead of six,
-# and between two ranks of one machine the all-gather is mostly latency, which the formula leaves out. Your hooks come on
-# top, and a decode in blocks of eight rows is mostly calls here.
+# and between two ranks of one machine the all-gather is mostly latency, which the formula leaves out: bytes are not what
+# takes time here. Your hooks come on top, and a decode in many small blocks is mostly calls.
 #
 # **Emulated, in slow motion.** Real ranks now train this network with your hooks, seven steps of 4 tiles a rank, and
 # *wait* as long as imagined devices and an imagined wire without latency would take (`emulate=`). Coding all parameters
@@ -707,13 +709,13 @@ claim("no part is four times as fast", not quarters or busy, where=TOLD and on_c
 #
 # *How each pass begins. Where a gather takes longer than the arithmetic above it, the rank waits.*
 #
-# On gloo, FSDP2 also waits for each reduce-scatter of gradients, with your hooks and without.
+# On gloo, FSDP2 also waits for each reduce-scatter.
 #
 # Commit: how many ms of a step do your hooks save, as a negative number where they lose,
 #
 # - on a wire of half the threshold, 6.7 MB/s, with no arithmetic to hide behind;
 # - on a wire of four times the threshold, 54 MB/s, again with none;
-# - on the first wire, while each unit computes for 50 + 100 ms, longer than any gather takes? The first unit has
+# - on the first wire, while each unit computes for 50 ms forward and 100 backward, longer than any gather takes? The first unit has
 #   98,304 of the 361,728 numbers, and the last 1,280.
 
 # %% tags=["commit"]
@@ -760,8 +762,7 @@ claim("they lose 58 ms there", round(columns["theory"]["narrow, hidden"]) == -58
 # *Emulated steps; dashed, theory. On the same narrow wire your hooks win where the gather is exposed, and lose where it
 # hides.*
 #
-# The waits obey the formula and cannot refute it, but the ranks show which of them add up. Without arithmetic, all do.
-# In the hidden case only the first gather of each pass is exposed, and nothing hides the coding. The ranks really work,
+# Without arithmetic, all waits add up. In the hidden case only the first gather of each pass is exposed, and nothing hides the coding. The ranks really work,
 # too, so each bar ends beyond its dash, and a saving is off by the difference of two such excesses.
 #
 # **On GPUs: an estimate.** An H100's memory moves at most 3.35 · 10¹² bytes a second. Suppose that this alone limits
@@ -772,7 +773,7 @@ claim("they lose 58 ms there", round(columns["theory"]["narrow, hidden"]) == -58
 # | encode a rank's rows | 4 for the largest, 4 + 1 | `abs` 8, `amax` 4, division 8, `round` 8, to int8 5 |
 # | decode all rows to bfloat16 | 1 + 2 | to float32 5, product 8, to bfloat16 6, `refill` 4 |
 #
-# `torch.compile` fuses such steps, or you write the kernel in Triton. Against a policy's bfloat16, int8 saves 7 GB of 7
+# `torch.compile` fuses such steps. Against a policy's bfloat16, int8 saves 7 GB of 7
 # billion parameters. Commit: below how many GB/s does it pay in the ring of 16 GPUs, fused, and one after another?
 
 # %% tags=["commit"]
@@ -797,11 +798,13 @@ claim(
 a_number = [first / 16 + second for first, second in moved.values()]  # as a rank encodes a sixteenth
 on_cards_ms = [1e3 * 7e9 * 15 / 16 / 400e9, *(1e3 * 7e9 * each / 3.35e12 for each in a_number)]
 claim("400 GB/s save 16 ms, and coding takes 7 or 52", [round(each) for each in on_cards_ms] == [16, 7, 52])
+claim("in place, below 347 GB/s", round(15 / 16 * 3350 / (33 / 16 + 3 + 4)) == 347)
 
 # %% [markdown]
 # By this estimate an exposed gather in int8 pays either way over one card of 50 GB/s between hosts. Over the reference
 # cluster's eight cards, 400 GB/s, a gather saves 16 ms, so it pays with 7 ms of fused coding, and loses with 52. NVLink
-# inside a host, 450 GB/s, needs fused kernels, too.
+# inside a host, 450 GB/s, needs fused kernels, too. Without its blocks, exercise 3 has a third way: `copy_` and `mul_` in
+# `out` move 3 + 4 bytes instead of 23, and pay below 347 GB/s.
 #
 # *Takeaway: fewer bytes pay if the gather is exposed and the wire is slower than the coding.*
 
@@ -813,14 +816,15 @@ claim("400 GB/s save 16 ms, and coding takes 7 or 52", [round(each) for each in 
 # 2. A hook that decodes must name its memory, and keep nothing of the shard: otherwise FSDP leaks the model, or trains
 #    one that never changes, without an error.
 # 3. If bfloat16 arithmetic is fine, then a policy halves the bytes in one line. If a slow wire is exposed after that,
-#    then hooks halve them again, and need a fused, copy-free decode. If gathers hide, then leave them as they are.
+#    then hooks halve them again, with any decode if it is slow enough, and fused on a faster one. If gathers hide, then
+#    leave them as they are.
 #
 # **Ask yourself**
 #
 # <details><summary>1. Your cluster has 200 GB/s a host. Do int8 gathers of the 7 billion parameters pay on 16 GPUs?</summary>
 #
-# If they are exposed after a policy's bfloat16, and if both hooks are fused: 125 < 200 < 882 GB/s. A gather then saves
-# 33 ms, and coding takes 7.
+# If they are exposed after a policy's bfloat16, and if the hooks are fused or at least decode in place: 200 lies above
+# 125 and below 347 and 882 GB/s. A gather saves 33 ms, and fused coding takes 7.
 #
 # </details>
 # <details><summary>2. A colleague's hook encodes when it is put onto the shard, once. What happens, and who tells you?</summary>
