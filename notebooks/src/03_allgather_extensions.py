@@ -694,8 +694,7 @@ claim("no part is four times as fast", not quarters or busy, where=TOLD and on_c
 
 # %% [markdown]
 # A quarter of the bytes makes no part of the gather four times as fast. The copies handle twelve tensors instead of six,
-# and between two ranks of one machine the all-gather is mostly latency, which the formula leaves out: bytes are not what
-# takes time here. Your hooks come on top, and a decode in many small blocks is mostly calls.
+# and between two ranks of one machine the all-gather is mostly latency, which the formula leaves out. Your hooks come on top, and a decode in many small blocks is mostly calls.
 #
 # **Emulated, in slow motion.** Real ranks now train this network with your hooks, seven steps of 4 tiles a rank, and
 # *wait* as long as imagined devices and an imagined wire without latency would take (`emulate=`). Coding all parameters
@@ -762,8 +761,8 @@ claim("they lose 58 ms there", round(columns["theory"]["narrow, hidden"]) == -58
 # *Emulated steps; dashed, theory. On the same narrow wire your hooks win where the gather is exposed, and lose where it
 # hides.*
 #
-# Without arithmetic, all waits add up. In the hidden case only the first gather of each pass is exposed, and nothing hides the coding. The ranks really work,
-# too, so each bar ends beyond its dash, and a saving is off by the difference of two such excesses.
+# Without arithmetic, all waits add up. In the hidden case only the first gather of each pass is exposed, and nothing
+# hides the coding. The ranks really work, too, so each bar ends beyond its dash, and a saving is off by the difference of two such excesses.
 #
 # **On GPUs: an estimate.** An H100's memory moves at most 3.35 · 10¹² bytes a second. Suppose that this alone limits
 # the coding. A *fused kernel* has no tensors between its steps, as PyTorch's operators have, one after another:
