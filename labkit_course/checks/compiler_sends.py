@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from labkit.parallel.graph_passes import GATHER, WAIT, find_gathers, list_events
+from labkit.parallel.graph_passes import GATHER, SCATTER, WAIT, find_gathers, list_events
 from labkit.theory import fsdp as theory
 from labkit_course.checks import judge
 from labkit_course.checks.judge import Verdict, exercise
@@ -246,3 +246,52 @@ def forward_ms(answer: Callable[..., float]) -> Verdict:
         ([4, 1, 9, 3, 8], [3, 12, 2, 0, 5], late),
     ]
     return judge.judge_cases(answer, theory.prefetched_forward, cases)
+
+
+@exercise
+def wait_behind(answer: Callable[[Graph, int], Any]) -> Verdict:
+    """Exercise 6: each wait for a reduce-scatter stands behind one that starts some later."""
+    for count, behind in ((4, 2), (3, 1), (2, 5), (1, 1)):
+        graph = scatters_graph(count)
+        before = sorted(node.name for node in graph.nodes)
+        asked = f"wait_behind(a graph of {count} reduce-scatters, {behind})"
+        judge.call_answer(answer, graph, behind, in_words=asked)
+        after = sorted(node.name for node in graph.nodes)
+        hint = "Move nodes with append; make none, and erase none."
+        judge.expect(after == before, f"{asked} changed which nodes there are", hint=hint)
+        events = list_events(graph)
+        right = []
+        for place in range(count):
+            waits = min(behind + 1, count) if place == count - 1 else int(place >= behind)
+            right += ["compute", "scatter", *["wait"] * waits]
+        hint = "scatters[place + behind].append(wait), or behind the last where there is none."
+        if events == ["compute", "scatter", "wait"] * count:
+            hint = "Nothing moved: take the wait from the users of the reduce-scatter."
+        elif events[-count:] == ["wait"] * count and behind < count - 1:
+            hint = "All gradients would be in memory at once: some can be waited for earlier."
+        judge.expect(events == right, f"{asked} gave {', '.join(events)}", ", ".join(right), hint)
+        nodes = list(graph.nodes)
+        waits = [node for node in nodes if node.target is WAIT][: count - behind - 1]
+        in_order = [node.name for node in scatters_graph(count).nodes if node.target is WAIT]
+        names = [node.name for node in waits]
+        hint = "The wait that stands behind a reduce-scatter is that of an earlier one."
+        judge.expect(
+            names == in_order[: len(names)], f"{asked} moved other waits: {names}", hint=hint
+        )
+        with judge.expect_no_error(f"{asked} uses a result before it is there"):
+            graph.lint()
+    return judge.passing_verdict(
+        "in graphs of 1 to 4 reduce-scatters each wait stands where it should"
+    )
+
+
+def scatters_graph(count: int) -> Graph:
+    """Return a graph of so many layers, each with a product, its reduce-scatter and the wait."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    rows = []
+    for _ in range(count):
+        x = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        rows.append(graph.call_function(WAIT, (graph.call_function(SCATTER, (x, "avg", 2, "0")),)))
+    graph.output(tuple(rows))
+    return graph

@@ -274,8 +274,9 @@ first = {name: five.ranks[2].reported[name]["after"].flatten()[0].item() for nam
 pandas.DataFrame({"yours": mine_first, "rank 2 holds": first}).astype(object).fillna("no prediction")
 
 # %% [markdown]
-# *A number has the colour of the rank that held it before the call, and a new sum is dark. The all-gather collects the
-# parts that the reduce-scatter has left, so the two in turn leave what an all-reduce leaves.*
+# *A number has the colour of the rank that held it before the call, and a new sum is dark.*
+#
+# The all-gather collects the parts that the reduce-scatter has left, so the two in turn leave what an all-reduce leaves.
 
 
 # %% tags=["claim"]

@@ -572,10 +572,10 @@ _ = plots.memory_comparison(parts, runs, bound=10.6e6)
 # %% [markdown]
 # *Peak memory of a rank. Theory is 2 % too high for `layer`: it starts a gather too early.*
 #
-# Each bar stands at its own moment. Data parallelism has its peak when all gradients lie in its buckets. `root` has it at
+# Each bar stands at its own moment: data parallelism has its peak when all gradients lie in its buckets. `root` has it at
 # the end of the forward pass and saves little: all parameters are gathered. A gather arrives in a buffer and is
 # copied from there, and `fully_shard` keeps the buffer until the next gather or the end of the pass. `block` saves nearly
-# half. Its peak is in the backward pass of the last block:
+# half, with its peak in the backward pass of the last block:
 #
 # | it holds | MB |
 # |---|---|
@@ -726,11 +726,11 @@ claim("and less time than blocks", took_ms["your units"] < 0.95 * took_ms["block
 #
 # Time for which a rank has to wait for a message is **exposed**. Your FSDP gathers, and waits. A gather hides if it
 #
-# - travels **in the background**: the rank computes while the message is on its way. With NCCL it does. With gloo
+# - travels **in the background**: the rank computes while the message is on its way. With NCCL it does; with gloo
 #   `fully_shard` waits for each gather, which labkit changes in the runs with prefetching;
 # - starts early, which is called **prefetching**: while one block computes, the gather of the next begins. On a GPU this
 #   comes by itself as long as the program runs ahead of the device. Where it does not, as on CPUs, you ask by
-#   `block.set_modules_to_forward_prefetch([following])`. In the backward pass FSDP prefetches by itself.
+#   `block.set_modules_to_forward_prefetch([following])`, while in the backward pass FSDP prefetches by itself.
 #
 # **When does a gather hide?** Take a block of P parameters that N ranks share, T tokens on each rank, and a device with
 # F operations a second. The block's forward pass takes 2 P T / F seconds. Its all-gather sends b P (N − 1)/N bytes, with

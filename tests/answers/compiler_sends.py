@@ -10,6 +10,7 @@ changed = functools.partial(answers.changed, "04c")
 ASKED = "start_early(a graph of {} gathers)"
 CUT = "cut(…, ranks=2, shapes=[(2, 3), (4,)])"
 FORWARD = "forward_ms(takes={}, computes={}) gave"
+BEHIND = "wait_behind(a graph of 4 reduce-scatters, 2)"
 
 EXERCISES = [
     Exercise(
@@ -106,6 +107,25 @@ EXERCISES = [
             f"{FORWARD.format([5, 5], [7, 7])} 17.0": changed("forward_ms", ("max(ends[-1], arrived)", "arrived")),
             f"{FORWARD.format([1, 1, 30, 1], [10, 1, 1, 1])} 34": changed(
                 "forward_ms", ("max(ends[-2], arrived)", "arrived")
+            ),
+        },
+    ),
+    Exercise(
+        "4c.6",
+        "wait_behind",
+        checks.wait_behind,
+        {
+            f"{BEHIND} gave compute, scatter, wait, compute": "graph.lint()",
+            f"{BEHIND} gave compute, scatter, compute, scatter, compute, scatter": "labkits.wait_late(graph)",
+            f"{BEHIND} raised IndexError": changed(
+                "wait_behind", ("min(place + behind, len(scatters) - 1)", "place + behind")
+            ),
+            f"{BEHIND} gave compute, scatter, compute, scatter, compute, wait": changed(
+                "wait_behind", (".append(wait)", ".prepend(wait)")
+            ),
+            f"{BEHIND} changed which nodes there are": changed(
+                "wait_behind",
+                ("(wait,) = scatter.users", "(wait,) = scatter.users\n    graph.node_copy(wait)"),
             ),
         },
     ),
