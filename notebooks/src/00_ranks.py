@@ -344,7 +344,7 @@ report(ring={"start": mine} | {f"after step {step}": values for step, values in 
 _ = plots.values_by_rank(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *A frame marks the part that has just changed. Rank 0 sends its 1 to rank 1, which adds 10 and sends 11 on. After step 2
+# *Frames mark what has just changed. Rank 0 sends its 1 to rank 1, which adds 10 and sends 11 on. After step 2
 # each rank holds one finished part (dark). These then travel on and replace the others.*
 
 # %% tags=["claim"]
@@ -748,7 +748,7 @@ claim("on the far wire two ranks win, and eight lose", far_ms[1] < 0.8 * far_ms[
 
 # %% [markdown]
 # *Emulated steps; dashed, as your function predicts. On the near wire each doubling pays. On the far wire two ranks are
-# fastest, and eight are slower than one device. Above the dashed lines lies the processes' own time for each step.*
+# fastest, and eight are slower than one device. Above the lines lies the processes' own time.*
 #
 # <details><summary>On the far wire, which number of ranks is fastest with twice the batch?</summary>
 #

@@ -540,9 +540,9 @@ claim("the peak rises by the whole model", abs(1e6 * more_mb / (4 * PARAMETERS) 
 claim("by 1.32 MB", round(more_mb, 2) == 1.32, where=TOLD)
 
 # %% [markdown]
-# The test of gradients fails, because on two ranks a sum is 100 % larger than the mean. The test of losses passes:
+# The test of gradients fails, because on two ranks a sum is 100 % larger than the mean. The test of losses passes, as
 # Adam divides each gradient by a running average of its size, so a constant factor nearly cancels. The copies change no
-# number, so no comparison with one device finds them. The peak shows them: it rises by the whole model, 1.32 MB.
+# number, so no comparison with one device finds them. But the peak shows them, as it rises by the whole model, 1.32 MB.
 #
 # *Takeaway: FSDP is a handful of hooks. Test it by gradients and by memory.*
 #
@@ -570,7 +570,7 @@ parts = {label: {part: size for part, size in sizes.items() if part != "total"} 
 _ = plots.memory_comparison(parts, runs, bound=10.6e6)
 
 # %% [markdown]
-# *Peak memory of a rank. Theory is 2 % too high for `layer`: it starts a gather too early.*
+# *Peak memory of a rank; theory is 2 % too high for `layer`, as it starts a gather too early.*
 #
 # Each bar stands at its own moment: data parallelism has its peak when all gradients lie in its buckets. `root` has it at
 # the end of the forward pass and saves little: all parameters are gathered. A gather arrives in a buffer and is
@@ -724,7 +724,7 @@ claim("and less time than blocks", took_ms["your units"] < 0.95 * took_ms["block
 #
 # ## 5. Does it hide? ({minutes} minutes)
 #
-# Time for which a rank has to wait for a message is **exposed**. Your FSDP gathers, and waits. A gather hides if it
+# Time for which a rank has to wait for a message is **exposed**. A gather hides if it
 #
 # - travels **in the background**: the rank computes while the message is on its way. With NCCL it does; with gloo
 #   `fully_shard` waits for each gather, which labkit changes in the runs with prefetching;
@@ -738,7 +738,7 @@ claim("and less time than blocks", took_ms["your units"] < 0.95 * took_ms["block
 #
 # > T ≥ T₀ = b (N − 1)/N · F / (2 B)
 #
-# P drops out: without latency a gather takes T₀/T times as long as the block's forward pass.
+# As P drops out, without latency a gather takes T₀/T times as long as the block's forward pass.
 #
 # **Emulated: two wires.** Two H100s, F = 400 · 10¹², train six blocks with T = 2048 tokens each in bfloat16, b = 2. If
 # NVLink links them, B is 450 · 10⁹ and T₀ is 2 · ½ · 400 · 10¹² / (2 · 450 · 10⁹) = 444 tokens. In two hosts with one
