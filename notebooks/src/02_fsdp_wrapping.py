@@ -763,7 +763,7 @@ emulated = labkit.compare("fsdp_wrap", options, rounds=1, **SETUP | {"nproc": 2,
 _ = plots.latency_bars(emulated, predicted=step_ms, arithmetic={"forward": 6 * 20, "backward": 6 * 40})
 
 # %% [markdown]
-# *Hatched: what each pass takes beyond its arithmetic. The dashed line is the step in theory, arithmetic and exposed
+# *Hatched: what each pass takes beyond its arithmetic. Dashed is the step in theory, arithmetic and exposed
 # time.*
 
 # %% tags=["nbval-ignore-output"]
@@ -809,7 +809,7 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 # hides, and 6 · 4.3 because with gloo `fully_shard` waits for each reduce-scatter. With NCCL they can travel while the
 # next block computes.
 #
-# Here each of the 18 collectives takes some ms more, about as long as a gather over NVLink.
+# Here each of the 18 collectives takes some ms more, as long as a gather over NVLink.
 #
 # *Takeaway: gathers that are prefetched, in the background, cost the forward pass little time as long as each rank has
 # more than T₀ tokens.*
