@@ -130,7 +130,8 @@ def test_the_lab_asks_for_causes_that_its_sections_have_not_shown():
     shown = set(re.findall(r'KnownFault\("([a-z ]+)"', text))
     shown |= {draw_fault(int(seed)).cause for seed in re.findall(r"Mystery\((\d+), beside", text)}
     assert len(shown) >= 7
-    # Mystery 45 has a cause that section 2 shows, and another outcome: the aborted rank is the guilty one.
+    # Mysteries 45 and 48 have causes that sections 2 and 3 show: in 45 the aborted rank is the guilty one, and the
+    # stacks of 48 resemble those of 17.
     assert not shown & {draw_fault(seed).cause for seed in (17, 23, int(last))}
 
 

@@ -51,7 +51,8 @@ TOOLS = {
     "links": "ms that a message takes one way, over each link of the ring",
     "losses": "each rank's own loss, before anything is reduced",
     "weights": "how far the weights of a rank are from those of most ranks",
-    "gradients": "the first step's averaged gradient, compared with one device's",
+    "gradients": "the first step's averaged gradient = factor × one device's + rest, "
+    "whose norm is relative to one device's",
     "samples": "the first samples that each rank read; no two ranks should share one",
 }
 
@@ -415,7 +416,7 @@ class Findings:
             return pandas.DataFrame()
         factors = [f"{found['gradient'][0]:.3f}" for found in self.found]
         rests = [f"{found['gradient'][1]:.1e}" for found in self.found]
-        return _by_rank({"factor": factors, "what the factor leaves": rests})
+        return _by_rank({"factor": factors, "rest": rests})
 
     def _samples(self) -> pandas.DataFrame:
         samples = [found.get("samples", []) for found in self.found]

@@ -40,8 +40,13 @@ return {{
     17: (3, "deadlock", "stacks: rank {row}"),
     45: {second},
     23: (None, "same samples", "{samples}"),
+    48: (2, {fourth}),
 }}
 """
+
+
+SECOND = '(0, "other shape", "record: call 12")'
+"""The right answer of mystery 45."""
 
 
 def ends(statuses, echoes, answer='min(own, key=lambda end: end["time"])["rank"] if own else None'):
@@ -49,9 +54,9 @@ def ends(statuses, echoes, answer='min(own, key=lambda end: end["time"])["rank"]
     return ENDS.format(statuses=statuses, echoes=echoes, answer=answer)
 
 
-def diagnoses(second, row=3, samples="samples: rank 1"):
-    """Right answers of mysteries 17 and 23, but for the rows, and this one of mystery 45."""
-    return DIAGNOSES.format(second=second, row=row, samples=samples)
+def diagnoses(second=SECOND, row=3, samples="samples: rank 1", fourth='"left out", "record: call 11"'):
+    """Right answers, but for the row of mystery 17, all of 45, the line of 23, or cause and line of 48."""
+    return DIAGNOSES.format(second=second, row=row, samples=samples, fourth=fourth)
 
 
 EXERCISES = [
@@ -164,11 +169,13 @@ return max(float((a.grad - b.grad).norm()) for a, b in zip(model.parameters(), a
             "mystery 45: rank 0, 'other shape' is right, '(11, 12)' is not the line": diagnoses(
                 '(0, "other shape", "(11, 12)")'
             ),
-            "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": diagnoses(
-                '(0, "other shape", "record: call 12")', row=0
-            ),
+            "mystery 17: rank 3, 'deadlock' is right, 'stacks: rank 0' does not prove it": diagnoses(row=0),
             "mystery 23: no single rank, 'same samples' is right, 'gradients: rank 0' does not prove it": diagnoses(
-                '(0, "other shape", "record: call 12")', samples="gradients: rank 0"
+                samples="gradients: rank 0"
+            ),
+            "mystery 48: rank 2 is right, 'deadlock' is not": diagnoses(fourth='"deadlock", "stacks: rank 2"'),
+            "mystery 48: rank 2, 'left out' is right, 'record: call 10' does not prove it": diagnoses(
+                fourth='"left out", "record: call 10"'
             ),
             "mystery 23 is missing": """
 return {17: (3, "deadlock", "stacks: rank 3"), 45: (0, "other shape", "record: call 12")}
