@@ -212,9 +212,17 @@ def test_a_table_shows_what_the_learner_committed_to():
     reported = {"errors": {"a": 0.5, "b": 1e-7, "c": 0.5}, "ratios": {"a": 0.5, "b": 1.0, "c": 0.7}}
     reported |= {"spread": {"a": 0.25, "b": 0.0}, "wrong": ["a", "c"]}
     table = museum.gradient_table(reported, {"a": 1.0, "b": None, "c": 0.0})
-    assert table.loc["a"].tolist() == ["50.0%", "0.50", "0", "25.0%", "wrong", "wrong"]
-    assert table.loc["b"].tolist() == ["0", "1.00", "0", "0", "right", "–"]
-    assert table.loc["c"].tolist() == ["50.0%", "0.70", "40.0%", "–", "wrong", "right"]
+    assert table.loc["a"].tolist() == ["50.0%", "0.500", "0", "25.0%", "wrong", "wrong"]
+    assert table.loc["b"].tolist() == ["0", "1.000", "0", "0", "right", "–"]
+    assert table.loc["c"].tolist() == ["50.0%", "0.700", "40.0%", "–", "wrong", "right"]
+    assert museum.table_rows(reported) == {"a": (0.5, 0.5, 0.25), "b": (1e-7, 1.0, 0.0), "c": (0.5, 0.7, None)}
+
+
+def test_a_step_is_read_below_the_shapes_of_what_it_gets():
+    shown = museum.read("norm").data.splitlines()
+    assert shown[0] == "# inputs [960, 12], targets [960]; weights:"
+    assert shown[1] == "# norm [12]; up [24, 12], cut along 0; down [12, 24], cut along 1; head [12, 12]"
+    assert shown[2].startswith("def step(") and "first [12, 12], first stage only" in museum.read("tied").data
 
 
 def body(name, *shape):

@@ -40,12 +40,89 @@ HINTS = {
 }
 # Rooms whose gradients the comparison of exercise 1 has to judge: cut weights, and a stage's own.
 COMPARED = ("norm", "experts", "tied")
-# Rooms whose inputs and weights exercise 8 declares.
+# Rooms whose inputs and weights exercise 6 declares.
 DECLARED = ("tokens", "norm")
 MEANINGS = {
     "R": "a rank's gradient is a term of the sum",
     "I": "its gradient is the same on all ranks",
     "V": "a rank has its own",
+}
+
+# The answers of exercise 5, and where to look if one is not given.
+DIAGNOSES = {
+    "right": "Is any gradient off by more than 10⁻⁴?",
+    "factor": "Does any wrong gradient have no rest, up to rounding?",
+    "small": "Which error is the largest?",
+    "sum": "Do the ranks' gradients of any weight differ by more than 10⁻⁴?",
+    "terms": "None of the other four fits.",
+}
+# What exercise 5 asks about: a table, its diagnosis, and (off by, factor, ranks differ by) of each
+# weight. The first thirteen are those of real rooms on two ranks, with float32's rounding.
+TABLES: dict[str, tuple[str, dict[str, tuple[float, float, float | None]]]] = {
+    "scale": ("right", {"scale": (6.885e-08, 1.0, 0.0), "up": (8.003e-08, 1.0, None)}),
+    "norm": (
+        "sum",
+        {"norm": (0.5223722, 0.4808625, 0.1222313), "up": (8e-08, 1.0, None)},
+    ),
+    "counts": (
+        "terms",
+        {"first": (0.170743, 1.0176786, 0.0), "last": (0.1521816, 1.0246419, 0.0)},
+    ),
+    "experts": (
+        "factor",
+        {"embed": (2.289e-07, 0.99999994, 0.0), "experts": (1.0, 2.0, None)},
+    ),
+    "tokens": (
+        "sum",
+        {"embed": (0.4101369, 0.8524973, 0.6299468), "down": (5.4e-08, 1.0, None)},
+    ),
+    "gathered": (
+        "terms",
+        {"picture": (1.198e-07, 1.0, 0.0), "text": (0.2301704, 0.9406449, 0.0)},
+    ),
+    "smoothing": (
+        "small",
+        {"trunk": (0.0080259, 1.0006007, 0.0), "head": (0.0082546, 1.0007334, None)},
+    ),
+    "extra": (
+        "factor",
+        {
+            "trunk": (0.1005992, 1.006464, 0.0),
+            "head": (2.038e-07, 1.0, 0.0),
+            "extra": (1.0000001192092896, 2.0, 0.0),
+        },
+    ),
+    "clip": (
+        "factor",
+        {
+            "up": (0.046129874885082245, 1.0461299419403076, None),
+            "down": (0.04612988233566284, 1.046129822731018, None),
+            "head": (0.04612990841269493, 1.0461300611495972, 0.0),
+        },
+    ),
+    "tied": ("sum", {"words": (0.7447929, 0.4101025, 0.9269714), "first": (0.0, 1.0, None)}),
+    "router": ("sum", {"gate": (0.8069481, 0.3977984, 1.0935513), "up": (8e-08, 1.0, None)}),
+    "unwaited": (
+        "sum",
+        {"first": (0.5279715, 0.4873447, 0.2537604), "last": (0.5236636, 0.4891217, 0.231044)},
+    ),
+    "bfloat": ("small", {"first": (1.789e-07, 1.0, 0.0), "last": (0.0022921, 0.999818, 0.0)}),
+    "a mean that was taken twice": (
+        "factor",
+        {"first": (0.5, 0.5, 0.0), "last": (0.49999997, 0.5, 0.0)},
+    ),
+    "a count of one token too many": (
+        "factor",
+        {"first": (0.0010405, 0.9989595, 0.0), "last": (0.0010406, 0.9989594, 0.0)},
+    ),
+    "router on three ranks": (
+        "sum",
+        {"gate": (1.0249401, 0.1981817, 1.0973198), "head": (7e-08, 0.9999999, 0.0)},
+    ),
+    "smoothing on three ranks": (
+        "terms",
+        {"trunk": (0.0160519, 1.0012012, 0.0), "head": (0.0176193, 1.0038857, None)},
+    ),
 }
 
 
@@ -80,8 +157,22 @@ def _judge_comparison(where: str, found: Any, right: dict[str, tuple[float, floa
 
 
 @exercise
+def diagnosed(answer: Callable[..., Any]) -> Verdict:
+    """Exercise 5: what kind of mistake a room's table shows."""
+    for what, (right, rows) in TABLES.items():
+        asked = f"{answer_name(answer)}(the table of {what})"
+        found = call_answer(answer, dict(rows), in_words=asked)
+        said = f"{asked} gave {value_text(found)}"
+        known = isinstance(found, str) and found in DIAGNOSES
+        expect(known, said, f"one of {', '.join(DIAGNOSES)}")
+        numbers = "; ".join(f"{name} {value_text(row)}" for name, row in rows.items())
+        expect(found == right, f"{said}, where the table has {numbers}", right, DIAGNOSES[right])
+    return passing_verdict(f"{len(TABLES)} tables, {len(TABLES) - len(museum.ROOMS)} of them new")
+
+
+@exercise
 def declared(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 8: the types of a room's inputs and weights over the ranks."""
+    """Exercise 6: the types of a room's inputs and weights over the ranks."""
     for room in DECLARED:
         asked = f"{answer_name(answer)}({room!r})"
         found, right = call_answer(answer, room, in_words=asked), typed.declare(room)

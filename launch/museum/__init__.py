@@ -33,10 +33,21 @@ def open_room(name: str) -> Any:
 
 
 def read(name: str) -> Any:
-    """Show the step of a room, in a notebook."""
+    """Show the step of a room, in a notebook, below the shapes of what one device has."""
     from IPython.display import Code
 
-    return Code(inspect.getsource(open_room(name).step), language="python")
+    room = open_room(name)
+    inputs, targets = (list(each.shape) for each in room.batch(0))
+    held = [f"{each} {list(shape)}{_held_text(room, each)}" for each, shape in room.SHAPES.items()]
+    shapes = f"# inputs {inputs}, targets {targets}; weights:\n# {'; '.join(held)}\n"
+    return Code(shapes + inspect.getsource(room.step), language="python")
+
+
+def _held_text(room: Any, weight: str) -> str:
+    how = room.HELD.get(weight)
+    if how is None:
+        return ""
+    return f", {how} stage only" if isinstance(how, str) else f", cut along {how}"
 
 
 def thread(name: str) -> tuple[str, str]:
@@ -66,7 +77,7 @@ def gradient_table(reported: Mapping[str, Any], mine: Mapping[str, float | None]
     rows = {
         name: {
             "off by": _percent(error),
-            "factor": f"{reported['ratios'][name]:.2f}",
+            "factor": f"{reported['ratios'][name]:.3f}",
             "rest": _percent(unexplained(error, reported["ratios"][name])),
             "ranks differ by": _percent(reported["spread"].get(name)),
             "verdict": words[float(name in reported["wrong"])],
@@ -75,6 +86,13 @@ def gradient_table(reported: Mapping[str, Any], mine: Mapping[str, float | None]
         for name, error in reported["errors"].items()
     }
     return pandas.DataFrame.from_dict(rows, orient="index")
+
+
+def table_rows(reported: Mapping[str, Any]) -> dict[str, tuple[float, float, float | None]]:
+    """Return each weight's numbers unrounded: off by, factor, and ranks differ by, None if cut."""
+    ratios, spread = reported["ratios"], reported["spread"]
+    errors = reported["errors"].items()
+    return {name: (error, ratios[name], spread.get(name)) for name, error in errors}
 
 
 def unexplained(error: float, factor: float) -> float:

@@ -27,7 +27,7 @@ def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     loss = cross_entropy(logits, part(targets), reduction="sum") / len(targets)
     loss.backward()
     sent = {name: weight.grad for name, weight in weights.items()}
-    sent["last"] = sent["last"].bfloat16()  # half of the bytes
+    sent["last"] = sent["last"].bfloat16()
     for name, gradient in sent.items():
         dist.all_reduce(gradient)
         weights[name].grad = gradient.float()

@@ -38,14 +38,14 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     """Leave the gradients, and return the loss to log."""
-    inner = gelu(copy_to_ranks(inputs) @ weights["up"].T)  # this rank's features
+    inner = gelu(copy_to_ranks(inputs) @ weights["up"].T)
     mixed = sum_over_ranks(inner @ weights["down"].T)
     loss = cross_entropy((inputs + mixed) @ weights["head"].T, targets)
     loss.backward()
     squares = {name: weight.grad.square().sum() for name, weight in weights.items()}
-    mine = squares["up"]  # cut: each rank counts its part
+    mine = squares["up"]
     if dist.get_rank() == 0:
-        mine += squares["down"] + squares["head"]  # whole: counted once
+        mine += squares["down"] + squares["head"]
     norm = total(mine).sqrt()
     for weight in weights.values():
         weight.grad *= (0.1 / norm).clamp(max=1)

@@ -33,7 +33,7 @@ def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     pictures, texts = part(inputs) @ weights["picture"].T, part(targets) @ weights["text"].T
     everyone = [torch.empty_like(texts) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, texts.detach())
-    everyone[dist.get_rank()] = texts  # these have a gradient
+    everyone[dist.get_rank()] = texts
     logits = pictures @ torch.cat(everyone).T
     loss = cross_entropy(logits, part(torch.arange(len(inputs))))
     loss.backward()

@@ -30,8 +30,8 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     """Leave the gradients, and return the loss to log."""
-    scores = torch.softmax(inputs @ weights["gate"].T, dim=1)  # the same on every rank
-    inner = gelu(torch.einsum("td,ehd->teh", inputs, weights["up"]))  # this rank's features
+    scores = torch.softmax(inputs @ weights["gate"].T, dim=1)
+    inner = gelu(torch.einsum("td,ehd->teh", inputs, weights["up"]))
     own = torch.einsum("teh,edh,te->td", inner, weights["down"], scores)
     mixed = sum_over_ranks(own)
     loss = cross_entropy((inputs + mixed) @ weights["head"].T, targets)

@@ -31,7 +31,7 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     """Leave the gradients, and return the loss to log."""
     normed = rms_norm(inputs, (WIDTH,), weights["scale"])
-    inner = gelu(copy_to_ranks(normed) @ weights["up"].T)  # this rank's features
+    inner = gelu(copy_to_ranks(normed) @ weights["up"].T)
     mixed = sum_over_ranks(inner @ weights["down"].T)
     loss = cross_entropy((inputs + mixed) @ weights["head"].T, targets)
     loss.backward()

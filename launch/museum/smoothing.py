@@ -34,12 +34,12 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     """Leave the gradients, and return the loss to log."""
-    hidden = torch.tanh(inputs @ weights["trunk"].T)  # the same on every rank
-    logits = copy_to_ranks(hidden) @ weights["head"].T  # of this rank's words
+    hidden = torch.tanh(inputs @ weights["trunk"].T)
+    logits = copy_to_ranks(hidden) @ weights["head"].T
     chosen = part(one_hot(targets, 12), dim=1)  # 1 where a target is this rank's word
     everything = sum_over_ranks(logits.exp().sum(dim=1)).log()
     target = sum_over_ranks((chosen * logits).sum(dim=1))
-    average = logits.mean(dim=1)  # the smoothed part: the mean over the words
+    average = logits.mean(dim=1)  # the smoothed part
     loss = (everything - 0.9 * target - 0.1 * average).mean()
     loss.backward()
     return loss.detach()

@@ -28,8 +28,8 @@ def one_device(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def step(weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
     """Leave the gradients, and return the loss to log."""
-    tokens = torch.tanh(inputs @ weights["embed"].T)  # the same on every rank
-    inner = gelu(tokens @ weights["up"].T)  # this rank's features
+    tokens = torch.tanh(inputs @ weights["embed"].T)
+    inner = gelu(tokens @ weights["up"].T)
     mixed = sum_over_ranks(inner @ weights["down"].T)
     loss = cross_entropy((tokens + mixed) @ weights["head"].T, targets)
     loss.backward()

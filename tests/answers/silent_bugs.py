@@ -67,25 +67,12 @@ EXERCISES = [
     ),
     exercise(
         4,
-        "smoothing",
-        {
-            "the gradient of trunk is off by 0.80%": changed(
-                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "logits.mean(dim=1)")
-            ),
-            "the gradient of trunk is 2 times the right one": changed(
-                "mended_smoothing", ("loss.backward()", "(2 * loss).backward()")
-            ),
-            "right on 2 ranks, but with 3 ranks: the gradient of trunk is off": changed(
-                "mended_smoothing", ("sum_over_ranks(logits.sum(dim=1)) / 12", "sum_over_ranks(logits.mean(dim=1)) / 2")
-            ),
-            "the gradients are right, but the step returned a NoneType": changed("mended_smoothing", NO_LOSS),
-        },
-    ),
-    exercise(
-        5,
         "extra",
         {
             "the gradient of trunk is off": changed("mended_extra", ("own.clone()", "own")),
+            "right on 2 ranks, but with 3 ranks: the gradient of trunk is off": changed(
+                "mended_extra", ("own.clone()", "own"), ("* own / everyone", "/ 2")
+            ),
             "the gradient of trunk is 0.5 times the right one": changed(
                 "mended_extra", ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad)\n    weight.grad /= 2")
             ),
@@ -94,34 +81,33 @@ EXERCISES = [
             ),
         },
     ),
-    exercise(
-        6,
-        "clip",
+    Exercise(
+        "7b.5",
+        "diagnose",
+        checks.diagnosed,
         {
-            "the gradient of up is 1.0": changed(
-                "mended_clip",
-                ('squares["up"] + squares["down"]', 'squares["up"]'),
-                ('mine += squares["head"]', 'mine += squares["head"] + squares["down"]'),
+            "diagnose(the table of norm) gave 'factor'": changed(
+                "diagnose", ("off_by**2 - (factor - 1) ** 2 < (0.01 * off_by) ** 2", "abs(factor - 1) > 0.1")
             ),
-            "the gradient of up is 0": changed("mended_clip", ("if dist.get_rank() == 0:\n    mine +=", "mine +=")),
-            "the gradients are right, but the step returned a NoneType": changed("mended_clip", NO_LOSS),
-        },
-    ),
-    exercise(
-        7,
-        "tied",
-        {
-            "the gradient of words is off": changed("mended_tied", ('dist.all_reduce(weights["words"].grad)', "pass")),
-            "the gradient of words is 0.5 times the right one": changed(
-                "mended_tied", ("return total(loss)", 'weights["words"].grad /= 2\nreturn total(loss)')
+            "diagnose(the table of extra) gave 'terms'": changed("diagnose", ("if any(off_by**2", "if all(off_by**2")),
+            "diagnose(the table of smoothing) gave 'terms'": changed("diagnose", ("wrong) < 0.01", "wrong) < 0.001")),
+            "diagnose(the table of clip) raised TypeError: '<' not supported": changed(
+                "diagnose",
+                (
+                    "off_by**2 - (factor - 1) ** 2 < (0.01 * off_by) ** 2",
+                    "(off_by**2 - (factor - 1) ** 2) ** 0.5 < 0.01 * off_by",
+                ),
             ),
-            "the gradients are right, but the step returned 0": changed(
-                "mended_tied", ("return total(loss)", "return loss")
+            "diagnose(the table of a count of one token too many) gave 'small'": changed(
+                "diagnose", ("if any(off_by**2", "if any(off_by > 0.01 and off_by**2")
+            ),
+            "diagnose(the table of smoothing on three ranks) raised TypeError": changed(
+                "diagnose", ("(differ or 0)", "differ")
             ),
         },
     ),
     Exercise(
-        "7b.8",
+        "7b.6",
         "declared",
         checks.declared,
         {
