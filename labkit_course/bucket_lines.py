@@ -99,8 +99,11 @@ def draw(caps_mib: Mapping[str, float | None] | None = None, *, ax: Axes | None 
     for row, (name, line) in enumerate(LINES.items()):
         top, cap_mib = 2.4 * row, (caps_mib or {}).get(name)
         layer_ms = line.backward_ms / line.layers
+        caps_text = f"{cap_mib or line.cap_mib:g} MiB"
+        if not cap_mib and line.first_mib != line.cap_mib:
+            caps_text = f"{line.first_mib:g}, then {caps_text}"
         labels |= {
-            top: f"{name}: layers of {line.layer_mib:g} MiB",
+            top: f"{name}: layers of {line.layer_mib:g} MiB,\ncap {caps_text}",
             top + 1: f"alpha {line.alpha_ms:g} ms, beta {line.beta_ms:g} ms/MiB",
         }
         for layer in line.order:
