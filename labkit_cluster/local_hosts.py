@@ -71,7 +71,7 @@ class LocalHosts(Sequence[Host]):
         return _host_address(HOST_NAMES.index(name)) if self.kind == NAMESPACE_KIND else LOOPBACK
 
     def kill_host(self, name: str) -> None:
-        """Kill everything that runs on a host at once, as a power cut would."""
+        """Kill everything that runs on a host at once; the kernel closes its connections."""
         _kill_by_tag(_host_tag(name))
 
     def disconnect_host(self, name: str) -> None:

@@ -32,7 +32,7 @@ BREAKS = {
     ' torchrun "$@" &\n'
     "wait $! # ends early when the signal comes,\n"
     "wait $! # and then the ranks save\n": ' torchrun "$@"\n',
-    "is_host=$((SLURM_NODEID == 0))": "is_host=1",
+    "is_host=$((SLURM_NODEID == 0))": "is_host=$SLURM_NODEID",
 }
 """What is right in the general script, and what the broken one has in its place."""
 
@@ -135,7 +135,12 @@ def problem_of(seen: Rehearsal) -> tuple[str, str]:
             f"{found} the endpoint for their own" if hosts else f"{found} the endpoint for its own",
             "Slurm tells each node its number as SLURM_NODEID, and the endpoint is node 0's.",
         )
-    if f"{ADDRESS}:" not in seen.arguments[hosts[0]] or hosts != ["0"]:
+    if hosts != ["0"]:
+        return (
+            "node 1 takes the endpoint for its own, and the address is node 0's",
+            "SLURM_NODEID is 0 on node 0, where is_host has to be 1.",
+        )
+    if f"{ADDRESS}:" not in seen.arguments["0"]:
         return "the endpoint is not node 0's address", "Leave the endpoint as it was."
     if not seen.to_script:
         return (
@@ -162,7 +167,9 @@ def problem_of(seen: Rehearsal) -> tuple[str, str]:
 
 
 def run_job(script: str, folder: Path, train: Path, steps: int) -> str:
-    """Run train.py as a job under a Slurm on this machine, and preempt it once; return its log.
+    """Run train.py as a job that saves every 4 steps under a Slurm on this machine; return its log.
+
+    Once the first save is there, preempt it.
 
     Where Slurm's daemons cannot be started, return the log of such a job that was recorded.
     """
@@ -171,15 +178,19 @@ def run_job(script: str, folder: Path, train: Path, steps: int) -> str:
         return recorded_words()["job"]["log"]
     (folder / "job.sbatch").write_text(script)
     saves = Path(tempfile.mkdtemp(dir=folder))
-    variables = {"STEPS": steps, "STEP_S": 0.2, "RANKS": 1, "OMP_NUM_THREADS": 1, "SAVES": saves}
+    variables = {"STEPS": steps, "EVERY": 4, "STEP_S": 0.4, "RANKS": 1, "OMP_NUM_THREADS": 1}
     with start_local_slurm() as slurm:
-        job = slurm.submit(folder / "job.sbatch", train, folder=folder, variables=variables)
-        preempt(slurm, job, saves / "step_00000003" / ".metadata")
+        job = slurm.submit(
+            folder / "job.sbatch", train, folder=folder, variables=variables | {"SAVES": saves}
+        )
+        preempt(slurm, job, saves / "step_00000004" / ".metadata")
         state = slurm.wait(job)
     log = folder / f"job.sbatch-{job}.out"
     text = log.read_text()
     log.unlink()  # the next Slurm counts from the same number, and appends
-    return f"{text}(Slurm: {state})\n"
+    complete = sorted(path.parent.name for path in saves.glob("step_*/.metadata"))
+    steps_text = ", ".join(str(int(name.split("_")[1])) for name in complete)
+    return f"{text}(saves of {steps_text} steps)\n(Slurm: {state})\n"
 
 
 def preempt(slurm: LocalSlurm, job: str, when: Path, limit_s: float = 60) -> None:

@@ -78,10 +78,11 @@ TELLING = re.compile(
     r"^rank \d|^(?!.*ChildFailed)[\w.]*Error\b|^The client socket|^failed \(exitcode|^cat: "
     r"|^rdzv_endpoint|^(?:group|global)_world_size"
 )
-# What a line has beside its words: whose it is, when it was printed, by which file and process.
+# What a line has beside its words: whose it is, when it was printed, by which file and process, and
+# the number that gloo gives a connection, after its port.
 NOISE = re.compile(
     r"^\[rank\d+\]:\s*|^\[?[WEI]\d{4} [\d:.]+ (?:\d+ )?\S+\] *(?:\[c10d\] )?"
-    r"|\[/\S+\] (?:ERROR )?| \(pid: .*| of binary: .*"
+    r"|\[/\S+\] (?:ERROR )?| \(pid: .*| of binary: .*|(?<=\d)\$\d+$"
 )
 MAX_LINES, MAX_LETTERS = 7, 200
 READ_LIMIT_S = 20
@@ -178,6 +179,10 @@ class LostHost:
     """How long the torchrun of the other host went on."""
     resumed: str
     """What was printed when the ranks of one host went on."""
+    stopped: str
+    """What was printed when they then went on for more steps, and were to stop after the first."""
+    last_save: str
+    """The name of the newest save after that."""
 
 
 EMPTY = (lambda: None).__code__
@@ -189,6 +194,8 @@ def lose_host(
     terminals: Terminals, line: Line, train: Callable[..., Any] | None = None
 ) -> LostHost | None:
     """Train with two ranks on each of two hosts, kill one host, and go on with those of the other.
+
+    At last go on once more, for further steps, and ask for a stop.
 
     Return None if ``train``, which takes the place of the program's own, is empty or no function.
     """
@@ -209,7 +216,12 @@ def lose_host(
     ended_after_s = time.monotonic() - killed_at
     alone = f"torchrun --standalone --nproc-per-node 2 {TRAIN.name}"
     resumed = terminals.run(f"{setting}; {alone}", first)[first]
-    return LostHost(lost, complete, ended_after_s, resumed)
+    stopped = ""
+    if f"step {STEPS - 1} on" in resumed:
+        (saves / "stop").touch()
+        stopped = terminals.run(f"{setting}; STEPS={2 * STEPS} {alone}", first)[first]
+    last_save = max((path.parent.name for path in saves.glob("step_*/.metadata")), default="")
+    return LostHost(lost, complete, ended_after_s, resumed, stopped, last_save)
 
 
 def losses(text: str) -> pandas.Series:

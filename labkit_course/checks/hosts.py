@@ -129,7 +129,7 @@ def shard_hybrid(answer: Callable[..., Any], timeout_s: float = 60) -> Verdict:
 
 @exercise
 def train(answer: Callable[..., Any], happened: LostHost | None = None) -> Verdict:
-    """Exercise 3: a training that saves every few steps, and goes on after a host was lost."""
+    """Exercise 3: a training that saves every few steps and at a stop, and goes on after a loss."""
     judge.raise_if_not_attempted(answer)
     if happened is None:
         with tempfile.TemporaryDirectory() as place, start_local_hosts(2) as hosts:
@@ -168,8 +168,23 @@ def train(answer: Callable[..., Any], happened: LostHost | None = None) -> Verdi
         )
     ended = after.last_valid_index()
     expect(ended == last, f"it ended after step {ended}{_error_in(happened.resumed)}", f"{last}")
+    asked = f"one_step({last + 1}) returned True"
+    trained = [*launches.losses(happened.stopped).index]
+    expect(
+        trained == [last + 1],
+        f"{asked}, and it trained {len(trained)} steps{_error_in(happened.stopped)}",
+        "1 step",
+        "What does one_step return? If it is True, save and return.",
+    )
+    newest = int(happened.last_save.split("_")[-1])
+    expect(
+        newest == last + 2,
+        f"{asked}, and the newest save has {newest} steps",
+        f"{last + 2}",
+        "At a stop it saves, whatever the number of steps.",
+    )
     return judge.passing_verdict(
-        f"a host was lost in step {launches.LOST_AT}, and step {begun} came next"
+        f"a host was lost in step {launches.LOST_AT}, and step {begun} came next; a stop was saved"
     )
 
 

@@ -19,11 +19,12 @@ dist.broadcast(first, src=0)
 return bool(first)
 """
 MENDED = """
-script = script.replace("is_host=1", "{host}")
+script = script.replace("is_host=$SLURM_NODEID", "{host}")
 script = script.replace("--signal=USR1", "--signal={letter}USR1")
 return script.replace('torchrun "$@"\\n', 'torchrun "$@"{wait}\\n')
 """
 RIGHT = {"host": "is_host=$((SLURM_NODEID == 0))", "letter": "B:", "wait": " &\\nwait $!\\nwait $!"}
+RIGHTLY = MENDED.format(**RIGHT)
 NODE_1 = "is_host=$((SLURM_NODEID == 1))"
 ACROSS = """
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,7 +94,7 @@ EXERCISES = [
             "it went on with step 0": changed("train", ("newest_complete(folder)", "None")),
             "after 10 steps there are saves of no steps": changed("train", ("(step + 1) % every == 0", "step < 0")),
             "after 10 steps there are saves of 1, 2, 3, 4, 5, 6, 7, 8, 9": changed(
-                "train", ("if (step + 1) % every == 0", "if every")
+                "train", ("if stop or (step + 1) % every == 0", "if every")
             ),
             "it went on with step 7": changed("train", ('"step": step + 1', '"step": step')),
             "it went on with step 9": changed("train", ("range(first", "range(first + 1")),
@@ -104,6 +105,10 @@ EXERCISES = [
             "it did not go on": changed("train", ("checkpoint_id=newest", "checkpoint_id=folder")),
             "before a host was lost it trained 0 steps: NameError": "return learn(model)",
             "it ended after step 11": changed("train", ("first, steps", "first, 12")),
+            "one_step(16) returned True, and it trained 16 steps": changed(
+                "train", ("    if stop:\n        return\n", "")
+            ),
+            "one_step(16) returned True, and the newest save has 16 steps": changed("train", ("if stop or ", "if ")),
         },
     ),
     Exercise(
@@ -124,7 +129,8 @@ EXERCISES = [
         checks.mend_script,
         {
             "both nodes take the endpoint for their own": MENDED.format(**RIGHT | {"host": "is_host=true"}),
-            "the endpoint is not node 0's address": MENDED.format(**RIGHT | {"host": NODE_1}),
+            "node 1 takes the endpoint for its own": MENDED.format(**RIGHT | {"host": NODE_1}),
+            "the endpoint is not node 0's address": 'script = script.replace("$address:", "localhost:")' + RIGHTLY,
             "Slurm sent USR1 to the tasks and not to the script": MENDED.format(**RIGHT | {"letter": ""}),
             "the signal came, but nobody was asked to save": MENDED.format(**RIGHT | {"wait": ""}),
             "the signal came, and the script ended before": MENDED.format(**RIGHT | {"wait": " &\\nwait $!"}),
