@@ -122,7 +122,7 @@ def fullest_block(answer: Callable[..., Any]) -> Verdict:
             " gradients become more. What does the first block lack, and the last?"
         )
         expect(block == right, said, wanted, hint)
-        hint = "Which tensor of section 2's table is missing, and in which dtype is each one?"
+        hint = "Which row of the exercise's list is missing, and in which dtype is each one?"
         expect(abs(most / total - 1) <= FULLEST_NEAR, said, wanted, hint)
         passed.append(f"block {block} and {most / GIB:.3f} GiB on {ranks} ranks")
     return judge.passing_verdict(
