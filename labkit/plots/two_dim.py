@@ -155,7 +155,7 @@ def mesh_diagram(data: int, tp: int, *, ax: Axes | None = None) -> Axes:
     look: dict[str, Any] = {"fontsize": 9, "color": DARK_AXIS_COLOURS["tp"]}
     for line in range(data):
         _draw_axis_frame(ax, -0.44, line - 0.33, tp - 0.12, 0.66, "tp")
-        said = f"tp group {line}:\nsamples {line}\n\nall-reduce\nactivations"
+        said = f"tp group {line}:\nsamples, part {line}\n\nall-reduce\nactivations"
         ax.text(-0.52, line, said, ha="right", va="center", **look)
         for place in range(tp):
             name = f"rank {line * tp + place}"
@@ -164,7 +164,7 @@ def mesh_diagram(data: int, tp: int, *, ax: Axes | None = None) -> Axes:
     look["color"] = DARK_AXIS_COLOURS["data"]
     for place in range(tp):
         _draw_axis_frame(ax, place - 0.37, -0.4, 0.74, data - 0.2, "data")
-        said = f"data group {place}: features {place}\nall-gather parameters,\n"
+        said = f"data group {place}: features, part {place}\nall-gather parameters,\n"
         ax.text(place, -0.47, f"{said}reduce-scatter gradients", **look, **style.ON_TOP)
     ax.set(xlim=(-1.25, tp - 0.45), ylim=(data - 0.48, -0.82))
     ax.set_axis_off()

@@ -413,7 +413,9 @@ def _judge_gradients(
     differences = {name: _gradient_difference(got[name], each) for name, each in expected.items()}
     wrong = [name for name, difference in differences.items() if difference]
     if wrong:
-        which = ", ".join(wrong[:2]) + (f" and of {len(wrong) - 2} more" if len(wrong) > 2 else "")
+        shown = len(wrong) if len(wrong) < 4 else 2
+        rest = f" and of {len(wrong) - shown} more" if shown < len(wrong) else ""
+        which = ", ".join(wrong[:shown]) + rest
         most = Counter(differences[name] for name in wrong).most_common(1)[0][0]
         said = f"{where}the output is right, but the gradient of {which} {most}"
         raise judge.WrongAnswer(said, hint=hint)
