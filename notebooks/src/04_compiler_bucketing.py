@@ -376,7 +376,7 @@ claim("parity finds it, in the second step", not wrong.ok and ", step 1, gradien
 # %% [markdown]
 # ### Exercise 3: mend it (•, {minutes} minutes)
 #
-# The verdict counts steps from 0. What is different in the one that it names? Write `put_into_row`, which
+# The verdict counts steps from 0, so what is different in the one that it names? Write `put_into_row`, which
 # `thrifty_ddp` is to call as `before_sending`, before it sends the row of a `bucket`: `views` are the row's pieces, one
 # for each parameter.
 #
@@ -621,8 +621,8 @@ claim("where ranks are far apart, one message is best", fastest["far"] == "25 Mi
 #
 # ### Exercise 5: which bucket is late? (••, {minutes} minutes)
 #
-# The figure below has three time lines. Each layer has one gradient. Numbers are layers, first computed and then sent;
-# buckets count from 0 and close at the cap on the left. Two questions about each line:
+# The figure below has three time lines, in which each layer has one gradient. Numbers are layers, first computed and then
+# sent; buckets count from 0 and close at the cap on the left. There are two questions about each of them:
 #
 # - Before which bucket is the wire idle longest while a gradient waits to be sent? None, if that never happens.
 # - If all buckets close at one cap, and the order stays as drawn, which cap ends the pass within 2 % of the shortest
