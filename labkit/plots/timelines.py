@@ -176,24 +176,24 @@ def _draw_lane(ax: Axes, bars: pandas.DataFrame, top: float) -> None:
     left, right = ax.get_xlim()
     a_point = (right - left) * ax.figure.dpi / 72 / ax.get_window_extent().width  # in ms
     # Where the last names above and below this lane end, ms.
-    reach, below = 0.0, left - right
+    reach = below = 0.0
     for bar, (slot, slots) in zip(bars.itertuples(), _overlap_slots(bars), strict=True):
         upper, height = top + 0.8 * slot / slots, 0.8 / slots
         colour = BAR_COLOURS.get(bar.phase, style.GREY)
-        look: dict[str, Any] = {"facecolors": colour, "edgecolor": "white", "linewidth": 0.4}
-        ax.broken_barh([(bar.start, bar.length)], (upper, height), **look)
+        ax.broken_barh([(bar.start, bar.length)], (upper, height), fc=colour, ec="white", lw=0.4)
         text, middle = bar.name.rpartition(".")[2], bar.start + bar.length / 2
         half = LETTER_WIDTH_POINTS * len(text) / 2 * a_point
         if text and bar.length > 2 * (half + a_point):
-            look = {"fontsize": 8, "color": style.text_colour(colour), **style.CENTRED}
-            ax.text(middle, upper + height / 2, text, **look)
-        # All-gathers too short for their names have them above, else below, if there is room.
+            look: dict[str, Any] = {"fontsize": 8, **style.CENTRED}
+            ax.text(middle, upper + height / 2, text, color=style.text_colour(colour), **look)
+        # All-gathers too short for their names have them above the lane, else below or left of it.
         elif bar.phase == "all_gather" and middle - half >= reach:
-            ax.text(middle, upper, text, fontsize=7, **style.ON_TOP)
+            ax.text(middle, top, text, fontsize=7, **style.ON_TOP)
             reach = middle + half
-        elif bar.phase == "all_gather" and middle - half >= below:
-            ax.text(middle, upper + height + 0.2, text, ha="center", va="top", fontsize=7)
-            below = middle + half
+        elif bar.phase == "all_gather" and (middle < half or middle - half >= below):
+            place, side = (left, "right") if middle < half else (middle, "center")
+            ax.text(place, top + 1.0, text, ha=side, va="top", fontsize=7)
+            below = place + half * (side == "center")
 
 
 def _overlap_slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:

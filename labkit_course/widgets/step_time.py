@@ -46,7 +46,9 @@ class StepExplorer(Explorer):
         "protocol": Control("NCCL's protocol", PROTOCOLS, NCCL_PROTOCOLS),
         "latency_us": Control("latency between hosts, µs", (14, 78, 434), 78),
         "share": Control(
-            "share of each network card", {"all": 1.0, "half": 0.5, "a quarter": 0.25}, 1.0
+            "share of each network card",
+            {"all": 1.0, "half": 0.5, "a quarter": 0.25, "an eighth": 0.125},
+            1.0,
         ),
     }
     formulas = (TrainingSetup.estimate_step, collective_s)

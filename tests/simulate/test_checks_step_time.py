@@ -38,7 +38,7 @@ RULES = {
 def test_each_rule_that_can_be_defended_passes_and_rents_a_plan_of_its_own(rule):
     gpus, rank = RULES[rule]
     verdict = checks.choose(chooser(rank))
-    assert verdict.ok and f"by {rule} you rent {gpus} GPUs, groups of 16, for " in verdict.detail, verdict
+    assert verdict.ok and f"by {rule} you rent {gpus} GPUs, groups of 8, for " in verdict.detail, verdict
     others = [f"{other} rents {count} GPUs" for other, (count, _) in RULES.items() if other != rule]
     assert all(other in verdict.detail for other in others)
 
@@ -105,6 +105,19 @@ def test_eight_blocks_are_continued_to_what_a_simulation_of_more_has():
         assert checks.all_blocks_s(known, whole=10) == pytest.approx(seen.step_s, rel=0.005)
         assert seen.step_s > 1.1 * known.step_s
         assert by_shape == pytest.approx(known.step_s, rel=0.04), "the formula of section 4 has the same schedule"
+
+
+def test_messages_that_share_a_card_take_turns():
+    how = {"world_size": 64, "hardware": "h100-8x", "sequence": 512}
+    one_card = checks.network(14, 1 / 8)
+    for size, slower in ((8, False), (16, True), (64, False)):
+        result = labkit.simulate(TRAIN, layers=2, shard_over=size, **how)
+        beside, turns = estimate_rank_step(result, one_card), checks.estimate_in_turns(result, one_card)
+        # Groups of 8 send nothing but all-reduces, one group nothing but gathers and reduce-scatters.
+        assert (turns.time.step_s > 1.2 * beside.time.step_s) == slower
+        assert slower or turns.time.step_s == pytest.approx(beside.time.step_s)
+        assert turns.low_s < turns.time.step_s < turns.high_s
+        assert slower or (turns.low_s, turns.high_s) == pytest.approx((beside.low_s, beside.high_s), rel=0.01)
 
 
 def test_rows_that_gave_a_figure_are_left_out():
