@@ -423,7 +423,7 @@ checks.put_into_row(put_into_row)
 # ## 5. Buckets leave in order ({minutes} minutes)
 #
 # All ranks must make the same collectives in the same order (lab 0). Your `send_full_buckets` sends a bucket as soon as
-# it is full, which needs the same order of gradients on all ranks. DDP does not rely on that. It fixes the order of its
+# it is full, which needs the same order of gradients on all ranks. DDP does not rely on that and fixes the order of its
 # buckets: bucket 1 never leaves before bucket 0, even if it is full. What does that cost?
 #
 # ### Exercise 4: when has each bucket arrived? (•, {minutes} minutes)
@@ -622,7 +622,7 @@ claim("where ranks are far apart, one message is best", fastest["far"] == "25 Mi
 # ### Exercise 5: which bucket is late? (••, {minutes} minutes)
 #
 # The figure below has three time lines, in which each layer has one gradient. Numbers are layers, first computed and then
-# sent; buckets count from 0 and close at the cap on the left. There are two questions about each of them:
+# sent; buckets count from 0 and close at the cap on the left. Answer twice for each:
 #
 # - Before which bucket is the wire idle longest while a gradient waits to be sent? None, if that never happens.
 # - If all buckets close at one cap, and the order stays as drawn, which cap ends the pass within 2 % of the shortest

@@ -622,7 +622,7 @@ checks.message_share(message_share)
 #
 # **Emulated: inside a host, and across two.** Hosts have four GPUs, h is 2,048, and a step has two texts of 8,192
 # tokens, for which FSDP alone can use two GPUs. Real ranks train your layers on less, and *wait* as long as H100s would
-# take, slowed down until a step's arithmetic takes 3,000 ms on one GPU. Nothing overlaps. Do eight GPUs pay?
+# take, slowed down until a step's arithmetic takes 3,000 ms on one GPU, with nothing overlapping. Do eight GPUs pay?
 #
 # | | along `data` | along `tp` | arithmetic + `tp` + `data`, ms |
 # |---|---|---|---|
@@ -764,7 +764,7 @@ claim("1,000 tokens a GPU, or (n - 1)/n of that", hidden == [900, 900] * 2)
 # > If computing hides the messages along `data`, take the smallest `tp` that batch and memory allow, inside a host. If
 # > not, calculate: a larger `tp` may be faster.
 #
-# The explorer has two hosts of four. Take cards of 10 GB/s and 32,768 tokens. Which `tp` is best, and why not 8?
+# In the explorer's two hosts of four, take cards of 10 GB/s and 32,768 tokens. Which `tp` is best, and why not 8?
 #
 # <details><summary>Answer</summary>
 #

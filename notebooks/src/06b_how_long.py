@@ -111,15 +111,7 @@ plots.comparison_table(times_us, yours=mine_operators, tolerance=0.05, column="e
 #
 # *Takeaway: an operator is bound by arithmetic or by memory. Ask of each figure in an estimate whether it was measured,
 # fitted or guessed.*
-
-# %% tags=["claim"]
-shares = [round(times_us["gemm_76_us"] / times_us["sum_us"]), round(times_us["gemm_44_us"] / times_us["sum_us"])]
-claim("the sum takes a sixth, and a tenth of the time", shares == [6, 10])
-claim("44 and 76 %", [round(100 * each.matmul_share) for each in (GPUS, ONE_H100)] == [44, 76])
-claim("an eight-thousandth of its arithmetic", round(gemm.flops / 4096**2, -3) == 8000)
-claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
-
-# %% [markdown]
+#
 # ## 2. How long does a gather take? ({minutes} minutes)
 #
 # A block of Llama 2 7B has 202 million parameters, 405 MB in bfloat16. The n GPUs form a **ring**, in which each shard
@@ -207,6 +199,11 @@ by_hand_ms = {
     for hosts in (1, 8, 32, 128)
 }
 claim("by hand within 3 %", all(abs(ms / gathers[name][hosts] - 1) < 0.03 for (name, hosts), ms in by_hand_ms.items()))
+shares = [round(times_us["gemm_76_us"] / times_us["sum_us"]), round(times_us["gemm_44_us"] / times_us["sum_us"])]
+claim("the sum takes a sixth, and a tenth of the time", shares == [6, 10])
+claim("44 and 76 %", [round(100 * each.matmul_share) for each in (GPUS, ONE_H100)] == [44, 76])
+claim("an eight-thousandth of its arithmetic", round(gemm.flops / 4096**2, -3) == 8000)
+claim("between 14 and 434", 14 < figures["latency between hosts, µs"][0] < 434)
 
 # %% [markdown]
 # ## 3. What does a step wait for? ({minutes} minutes)

@@ -62,7 +62,8 @@ WORK_MS, SLOW_STEPS = [5, 10, 15, 40], 6  # section 4: what each rank computes i
 # waits for the others in `wait_for_all`. This run hangs.
 #
 # In a hang, look first at the **stack** of every rank: the calls in which it stands. The lab's tools are thin forms of
-# common ones: this one of `py-spy dump --pid …`, and the card in section 8 names the others.
+# common ones: this one of `py-spy dump --pid …`, and the card in section 8 names the others. A diagnosis is a rank, a
+# cause, and the line that proves it.
 
 # %%
 worked = Mystery(135, beside=True)
@@ -72,8 +73,7 @@ worked.ask("stacks")
 # %% [markdown]
 # Do not ask which rank looks broken, ask who waits for whom. Ranks 0 and 1 stand in an all-reduce, so they wait for
 # ranks 2 and 3. Rank 2 sends to its partner, rank 3, and over gloo a send waits for the partner's `recv`. So three
-# ranks wait for rank 3, which waits at the end of its training as if it were done. Its log should say why. A diagnosis
-# is a rank, a cause, and the line that proves it, as "tool: row".
+# ranks wait for rank 3, which waits at the end of its training as if it were done. Its log should say why.
 
 # %%
 worked.ask("logs")
@@ -913,7 +913,7 @@ said = [end["error"] for end in rank_ends(unequal) if end["status"] != -15]
 claim("all that are not stopped name rank 2", bool(said) and all("ranks [2]" in error for error in said))
 
 # %% [markdown]
-# ## 8. The card ({minutes} minutes)
+# ## 8. The card
 #
 # Keep this card for the day when something breaks; now find the rows of mysteries 17 and 45. Its second table names
 # tools outside this lab.
