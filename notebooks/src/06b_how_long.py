@@ -631,25 +631,6 @@ claim("and with 20 %", 16 not in still_in["in turns"][2] and {8, 64} <= {*still_
 over_best = steps_ms / steps_ms.min()
 larger = over_best["434 µs, 8 cards"][[size for size in ways if size > 64]]
 claim("larger ones lose where the latency is long", (larger > 1.15).all(), where=TOLD)
-
-
-def of_block_ms(size: int, gpus: Any) -> list[float]:
-    """Milliseconds of a block's gather and reduce-scatter in groups of so many, and of its all-reduce."""
-    sharing, same = Group(size, max(1, size // 8)), Group(1024 // size, min(128, 1024 // size))
-    gather_s = collective_s("all_gather", BLOCK_BYTES / size, sharing, gpus)
-    reduce_s = collective_s("reduce_scatter", 2 * BLOCK_BYTES, sharing, gpus)
-    return [1e3 * (gather_s + reduce_s), 1e3 * collective_s("all_reduce", 2 * BLOCK_BYTES / size, same, gpus)]
-
-
-one_card = checks.network(*NETWORKS["14 µs, 1 card"])
-claim("34 ms in groups of 8", round(of_block_ms(8, one_card)[1]) == 34)
-claim("24 and 17 ms in groups of 16", [round(ms) for ms in of_block_ms(16, one_card)] == [24, 17])
-claim("each doubling halves the 17", round(of_block_ms(32, one_card)[1], 1) == 8.7)
-trees_ms = [
-    0.035 + 2 * numpy.log2(hosts) * 0.0223 + 2 * 809.5 / size / (47.5 * 0.9375) for size, hosts in ((8, 128), (32, 32))
-]
-seen_ms = [of_block_ms(size, GPUS)[1] for size in (8, 32)]
-claim("a tree by hand", all(abs(a / b - 1) < 0.02 for a, b in zip(trees_ms, seen_ms, strict=True)))
 claim("8 GPUs alone took 82", round(1e3 * one_host.value("reckoned_step_s")) == 82, where=TOLD)
 claim("one group took 143", round(ends_ms["many_hosts_ms"]) == 143, where=TOLD)
 waiting = {
@@ -748,6 +729,25 @@ claim("one group is late", min(plan["days"]["slow"][1] for plan in lone.values()
 claim("corners of section 6", [NETWORKS["14 µs, 8 cards"], NETWORKS["434 µs, 1 card"]] == [*checks.NETWORKS.values()])
 few_days, many_days = (rented[f"{gpus} GPUs, groups of 8"]["days"]["slow"][1] for gpus in (512, 1536))
 claim("1536 GPUs save a tenth of the days", 0.88 < many_days / few_days < 0.92)
+
+
+def of_block_ms(size: int, gpus: Any) -> list[float]:
+    """Milliseconds of a block's gather and reduce-scatter in groups of so many, and of its all-reduce."""
+    sharing, same = Group(size, max(1, size // 8)), Group(1024 // size, min(128, 1024 // size))
+    gather_s = collective_s("all_gather", BLOCK_BYTES / size, sharing, gpus)
+    reduce_s = collective_s("reduce_scatter", 2 * BLOCK_BYTES, sharing, gpus)
+    return [1e3 * (gather_s + reduce_s), 1e3 * collective_s("all_reduce", 2 * BLOCK_BYTES / size, same, gpus)]
+
+
+one_card = checks.network(*NETWORKS["14 µs, 1 card"])
+claim("34 ms in groups of 8", round(of_block_ms(8, one_card)[1]) == 34)
+claim("24 and 17 ms in groups of 16", [round(ms) for ms in of_block_ms(16, one_card)] == [24, 17])
+claim("each doubling halves the 17", round(of_block_ms(32, one_card)[1], 1) == 8.7)
+trees_ms = [
+    0.035 + 2 * numpy.log2(hosts) * 0.0223 + 2 * 809.5 / size / (47.5 * 0.9375) for size, hosts in ((8, 128), (32, 32))
+]
+seen_ms = [of_block_ms(size, GPUS)[1] for size in (8, 32)]
+claim("a tree by hand", all(abs(a / b - 1) < 0.02 for a, b in zip(trees_ms, seen_ms, strict=True)))
 
 # %% [markdown]
 # ## 8. Is it true? ({minutes} minutes)
