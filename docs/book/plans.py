@@ -14,7 +14,7 @@ PLAN = re.compile(r"^## (.+) \((\d+) minutes(?:, (\d+) of them breaks)?\)$", re.
 SECTION = re.compile(r"^## (\d+)\. (.+?) \(")
 EXERCISE = re.compile(r"^### Exercise (\d+): ")
 TABLE = re.compile(r"^\| lab \|.*(?:\n\|.*)*", re.MULTILINE)
-ROW = re.compile(r"^\| (?!-)(.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\|(?! ?---) ?(.+?) ?\|$", re.MULTILINE)
 
 
 @dataclass
@@ -43,7 +43,7 @@ def sections_of_labs(root: Path) -> dict[tuple[str, str], Section]:
 
 def table_rows(text: str) -> list[list[str]]:
     """The cells of each row of the tables in a text, heads included."""
-    return [re.split(r"(?<!\\) \| ", row) for row in ROW.findall(text)]
+    return [re.split(r"(?<!\\) \| " if " | " in row else r"(?<!\\)\|", row) for row in ROW.findall(text)]
 
 
 @dataclass
