@@ -262,8 +262,8 @@ def wait_behind(answer: Callable[[Graph, int], Any]) -> Verdict:
         events = list_events(graph)
         right = []
         for place in range(count):
-            waits = min(behind + 1, count) if place == count - 1 else int(place >= behind)
-            right += ["compute", "scatter", *["wait"] * waits]
+            ending = min(behind + 1, count) if place == count - 1 else int(place >= behind)
+            right += ["compute", "scatter", *["wait"] * ending]
         hint = "scatters[place + behind].append(wait), or behind the last where there is none."
         if events == ["compute", "scatter", "wait"] * count:
             hint = "Nothing moved: take the wait from the users of the reduce-scatter."

@@ -91,8 +91,8 @@ pandas.DataFrame.from_dict(kept, orient="index", columns=columns)
 # At 4096 pixels a side the activations of a single image no longer fit an H200 with 141 GB. So checkpoint first. That brings 155 GB down to 15, most
 # of it the one block that is being computed again. The price is one more forward pass.
 #
-# Cut the image where that is not enough: in float32 an image of 16,384 pixels a side does not fit even then. Or cut it to
-# have one image sooner.
+# Cut the image where that is not enough: in float32 an image of 16,384 pixels a side does not fit even then, and bfloat16
+# halves this. Or cut it to have one image sooner.
 
 # %% tags=["claim"]
 plain_gb, checkpointed_gb = (
@@ -594,8 +594,7 @@ _ = plots.loss_difference_curves(broken, yours_run, name="the right run", ax=rig
 # already, and so is the head. In B exactly a quarter is left of each gradient before the mean, for four ranks: an average.
 # In D it is only about a quarter: what rank 0's own columns gave, as in section 5. Adam divides the running mean of a
 # gradient by the root of the running mean of its square, so a factor in both drops out, and the loss cannot show B. SGD's
-# steps would be a quarter as long in all tensors but the head's. D's loss even ends below the right run's, although
-# each strip then trains weights of its own.
+# steps would be a quarter as long in all tensors but the head's. D's loss even ends below the right run's.
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -620,7 +619,7 @@ claim("D has about a quarter", 0.03 < (ratios["D"][:-1] * RANKS - 1).abs().max()
 #
 # What does checkpointing save here, and what do strips? In a block every layer but the last addition keeps its input, and
 # the two blocks' own inputs have 0.79 and 0.39 MB. Commit: how many times the size of its own input does a block keep, and
-# how many MB does one device keep with checkpointing, at the peak, when it computes the first block again?
+# how many MB does one device keep with checkpointing, at the peak, soon after it has computed the first block again?
 #
 # <details><summary>Hint</summary>
 #
@@ -825,8 +824,8 @@ claim("data parallelism wins in all cases but one device's", (eight < cluster_ms
 # The small image loses over network cards. There the gradients alone take longer than one device needs for
 # all. They do not grow with the image, while the arithmetic does. Data parallelism sends them, too, but once for eight images.
 #
-# *Takeaway: cut images if one does not fit, or if a single image must be fast and computing it takes longer than summing
-# the gradients. Otherwise give each rank images of its own.*
+# *Takeaway: cut images if one does not fit, or if a single image must be fast and sharing its arithmetic saves more than
+# all messages take. Otherwise give each rank images of its own.*
 #
 # ## 10. Take away ({minutes} minutes)
 #

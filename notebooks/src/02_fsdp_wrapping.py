@@ -674,7 +674,7 @@ units_verdict
 # %% [markdown]
 # **Choose.** A rank may use 10.6 MB, the dotted line. Two rows of the table are units: gathered parameters, and
 # communication buffers. With yours, each is at most as large as the limit, and the other rows stay. Commit to the largest
-# limit with which the sum fits.
+# limit with which this sum surely fits.
 #
 # Your function then makes units of the eight blocks. It also makes those of an emulated stack of four, in which a block
 # takes 25 ms forward and 50 ms backward, a collective 10 ms, and nothing overlaps.
@@ -763,8 +763,7 @@ emulated = labkit.compare("fsdp_wrap", options, rounds=1, **SETUP | {"nproc": 2,
 _ = plots.latency_bars(emulated, predicted=step_ms, arithmetic={"forward": 6 * 20, "backward": 6 * 40})
 
 # %% [markdown]
-# *Hatched: what each pass takes beyond its arithmetic. Dashed is the step in theory, arithmetic and exposed
-# time.*
+# *Hatched: what each pass takes beyond its arithmetic. Dashed is the step in theory.*
 
 # %% tags=["nbval-ignore-output"]
 WIRES = {"nvlink_ms": "NVLink, prefetch", "card_ms": "network card, prefetch"}
@@ -809,7 +808,7 @@ claim("no step is shorter than in theory", all(both[label] > step_ms[label] for 
 # hides, and 6 · 4.3 because with gloo `fully_shard` waits for each reduce-scatter. With NCCL they can travel while the
 # next block computes.
 #
-# Here each of the 18 collectives takes some ms more, as long as a gather over NVLink.
+# Beyond theory a step takes some ms for each of its 18 collectives: few beside 39, but not beside 4.3.
 #
 # *Takeaway: gathers that are prefetched, in the background, cost the forward pass little time as long as each rank has
 # more than T₀ tokens.*

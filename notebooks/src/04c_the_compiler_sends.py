@@ -106,8 +106,8 @@ claim("a pass makes the forward pass at least twice as fast", passed_ms < plain_
 # behind the layers before them. Numbers in the text are of the fastest step, on the slowest rank.*
 #
 # Both ran the same model and sent the same bytes. The pass, labkit's here, changed the order of the operators, and which
-# parameters travel together. What a step takes beyond the formula is the two processes' own work. In this lab you write
-# the model first, then parts of a pass.
+# parameters travel together. What a step takes beyond the formula is the two processes' own work. In this lab you shard
+# the model first, then write parts of a pass.
 #
 # *Takeaway: once communication is in the graph, overlapping it is a matter of moving operators.*
 #
@@ -762,7 +762,7 @@ claim("seven, and three", [*backward[["checkpointed", "checkpointed, yours"]]] =
 # Gradients should leave while the next layer computes, and be done soon after. A layer starts two reduce-scatters, so a
 # wait may stand two of them further on. Move each reduce-scatter's wait right behind the reduce-scatter that comes
 # `behind` places later, and where there is none, behind the last. `node.append(other)` moves `other` right behind `node`,
-# and `labkits.SCATTER` is the target of a reduce-scatter.
+# and a reduce-scatter has the target `SCATTER`, of `labkits`.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -809,7 +809,8 @@ claim("as fast", abs(step_ms[1] / step_ms[0] - 1) < 0.08, where=behind_verdict.o
 claim("with little more than half of the memory", weights[1] < 0.6 * weights[0], where=behind_verdict.ok and on_cpu)
 
 # %% [markdown]
-# The step is as fast as before, with little more than half of the memory.
+# The step is as fast as before, with little more than half of the memory. What it holds above the model without a pass
+# comes with the joined gathers, which arrive as one row and are then cut.
 #
 # *Takeaway: a schedule that is faster may hold more, so read the peak beside the milliseconds, and wait in time.*
 #
@@ -824,7 +825,7 @@ claim("with little more than half of the memory", weights[1] < 0.6 * weights[0],
 # | waits stand right behind their gathers | start gathers early |
 # | the wire is busy all the time with small gathers | join them |
 # | a long first gather is exposed | take smaller buckets |
-# | whole parameters do not fit until the backward pass | checkpoint the gather |
+# | whole parameters do not fit until the backward pass | checkpoint the gather, and read the peak under your pass |
 # | the peak rises under a pass | wait for the reduce-scatters a layer later, not at the end |
 #
 # **Ask yourself**

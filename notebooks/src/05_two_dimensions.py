@@ -630,8 +630,8 @@ checks.message_share(message_share)
 # | *tp inside*, 8 GPUs | 2, one a host: B = 50 | 4, in a host: B = 450 | 3000 / 8 + ? + 184 |
 # | *tp across*, 8 GPUs | 1 | 8, four a host: B = 200 | 3000 / 8 + ? + 0 |
 #
-# Along `data`, messages take T₀/T of the arithmetic: lab 2's T₀ is 444 tokens in a host and 4,000 across, and biases
-# add a little. Your formula gives each question mark as a part of 3000 / 8. Take 5/6 of it, because the first MLP saves
+# Along `data`, messages take T₀/T of the arithmetic: lab 2's T₀ is 444 tokens in a host and 4,000 across.
+# Your formula gives each question mark as a part of 3000 / 8. Take 5/6 of it, because the first MLP saves
 # one of six messages. Commit: how many ms does a step take, inside and across?
 
 # %% tags=["commit"]
@@ -759,7 +759,7 @@ claim("1,000 tokens a GPU, or (n - 1)/n of that", hidden == [900, 900] * 2)
 
 # %% [markdown]
 # `tp` 16 is best, although it leaves the host: with four times the GPUs, 2.5 times as fast. A GPU has only 512 tokens,
-# less than T₀ (about 1,000 in such hosts). So messages along `data` show, and `tp` 16 shortens them. The rule:
+# less than T₀ (about 1,000 here, for many ranks). So messages along `data` show, and `tp` 16 shortens them. The rule:
 #
 # > If computing hides the messages along `data`, take the smallest `tp` that batch and memory allow, inside a host. If
 # > not, calculate: a larger `tp` may be faster.
@@ -803,7 +803,7 @@ claim("which is more than tp costs", slow_cards[1]["data"] - slow_cards[4]["data
 # | if | then |
 # |---|---|
 # | each rank has a text that fits, and tokens enough to hide messages | use FSDP alone |
-# | there are more ranks than texts, or a text does not fit | take the smallest `tp` that is enough |
+# | there are more ranks than texts, or a text does not fit | take the smallest `tp` that is enough, or calculate |
 # | ranks have few tokens, or `tp` would leave the host | calculate each `tp`, and fewer GPUs |
 # | layers are narrow | keep `tp` small |
 #

@@ -330,7 +330,7 @@ _ = plots.memory_comparison({}, runs, unit="GiB")
 # - `Sharded Grad`: shards of the blocks that are through.
 # - `Unsharded Param`: the whole block, and the whole root, which begins and ends both passes.
 # - `All Gather`: the whole block whose turn is next.
-# - `Reduce Scatter`: the whole block that was through last, whose shard counts as well.
+# - `Reduce Scatter`: the whole block that was through last; its shard counts above, too.
 # - `Activation`: inputs of the block and of those whose turn comes later.
 #
 # Leave out `Temp`, whose size follows the order of PyTorch's operations: it has what is computed again, and gradients
@@ -599,12 +599,12 @@ CandidateExplorer(found, budget_gib=int(BUDGET_GIB), per="batch")
 #
 # The fitting way with the shortest step shards over all 64 GPUs. A step makes 65 all-gathers: the root, with 0.262
 # billion parameters, and 32 blocks, with 6.476, for the forward pass, and the blocks again for the backward pass.
-# They form a **ring**, in which each GPU passes on 63 of 64 shards. Of its 64 links 8 lead to another host, so an
-# eighth of the bytes crosses hosts:
+# They form **rings**, in which each GPU passes on 63 of 64 shards. In each, 8 of 64 links lead to another host, through
+# other cards, so an eighth of the bytes crosses hosts:
 #
 # (2 · 6.476 + 0.262) · 10⁹ parameters · 2 bytes · 63/64 · 1/8 = 3.25 GB from each GPU.
 #
-# A shard has 7 other hosts to reach, one after another, so a call waits for 7 **messages**. labkit assumes 78 µs for
+# A shard has 7 other hosts to reach, so a call waits for 7 **messages**. labkit assumes 78 µs for
 # each, with NCCL's plainest protocol *Simple*, and 47.5 GB/s for a GPU's network card, 95 % of 400 Gbit/s. All calls
 # take
 #

@@ -62,7 +62,7 @@ WORK_MS, SLOW_STEPS = [5, 10, 15, 40], 6  # section 4: what each rank computes i
 # waits for the others in `wait_for_all`. This run hangs.
 #
 # In a hang, look first at the **stack** of every rank: the calls in which it stands. The lab's tools are thin forms of
-# common ones: this one of `py-spy dump --pid …`, and the card in section 8 names the others. A diagnosis is a rank, a
+# common ones: this one of `py-spy dump --pid …`, and the card in section 7 names the others. A diagnosis is a rank, a
 # cause, and the line that proves it.
 
 # %%
@@ -913,7 +913,7 @@ said = [end["error"] for end in rank_ends(unequal) if end["status"] != -15]
 claim("all that are not stopped name rank 2", bool(said) and all("ranks [2]" in error for error in said))
 
 # %% [markdown]
-# ## 8. The card
+# ### The card
 #
 # Keep this card for the day when something breaks; now find the rows of mysteries 17 and 45. Its second table names
 # tools outside this lab.
@@ -922,7 +922,7 @@ claim("all that are not stopped name rank 2", bool(said) and all("ranks [2]" in 
 card  # card.write("card.html") writes a page to print
 
 # %% [markdown]
-# ## 9. Leave with ({minutes} minutes)
+# ## 8. Leave with ({minutes} minutes)
 #
 # - If a run hangs, then look at all stacks, and follow who waits for whom.
 # - If all ranks show errors, then look for an error that is no echo, or a signal that is no abort; if there is none,

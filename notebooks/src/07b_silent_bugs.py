@@ -496,9 +496,10 @@ visit("clip", mine_clip)
 #
 # ```diff
 # - mine = squares["up"]
-# + mine = squares["up"] + squares["down"]
-#   if dist.get_rank() == 0:
+# - if dist.get_rank() == 0:
 # -     mine += squares["down"] + squares["head"]
+# + mine = squares["up"] + squares["down"]
+# + if dist.get_rank() == 0:
 # +     mine += squares["head"]
 # ```
 #
@@ -643,7 +644,8 @@ visit("bfloat", mine_bfloat)
 #
 # </details>
 #
-# *Takeaway: ask of each whole weight: is what flows back into it whole on every rank, or one term of a sum?*
+# *Takeaway: a missing sum shows if you ask of each whole weight: is what flows back into it whole on every rank, or one
+# term of a sum?*
 #
 # ## 8. What the loss showed, and what the table ({minutes} minutes)
 #
@@ -841,17 +843,17 @@ pandas.DataFrame.from_dict(table, orient="index")
 # For `tied` the types have no verdict. The package has a rule for each collective, in which all ranks take part in the
 # same call. In a pipeline one rank calls `send` where the other calls `recv`, and for such a pair it has none yet.
 #
-# 1. A loss that falls says little about gradients: Adam hides a factor, and a small term is not seen.
+# 1. A loss that falls says little about gradients, be they off by a factor or by half.
 # 2. Parity of one step caught all twelve, because each was chosen for its wrong gradient. Parity sees nothing of the
 #    optimizer, of the order of the data, or of what its batch and its number of ranks hide.
 # 3. Types refuse five of them before any rank starts: mostly sums that are missing.
 #
 # | if | then |
 # |---|---|
+# | the error is below 1 % | look for a dtype, or for a small term of the loss |
 # | no rest is left | a factor: look for a mean that was taken once too often or not at all, or for clipping |
 # | a rest is left, and the ranks differ | a sum is missing, or came too late: where the weight enters the ranks' own region, or at its other use |
 # | a rest is left, and the ranks agree | look at counts, for a factor on one of several losses, or for a gradient that stayed on its rank |
-# | the error is below 1 % | look for a dtype, or for a small term of the loss |
 #
 # **Ask yourself**
 #

@@ -165,8 +165,8 @@ pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measur
 
 # %% [markdown]
 # *The first two end with an error, and the third makes two worlds of two ranks.* In the first, the endpoint's name
-# leads each host to itself. In the second, torchrun meets, but the ranks call docker0's address, which on every host
-# is the host's own; host1's log blames the rendezvous, because that closes when host0 fails. The third is the worst: a
+# leads host1 to itself. In the second, torchrun meets, but the ranks call docker0's address, which on every host
+# is the host's own; where host0 fails first, host1 may blame the rendezvous, which closes with it. The third is the worst: a
 # program that trains would train a model on each host, both losses would fall, and both would save to the same place.
 #
 # ### Exercise 1: the line that works (•, {minutes} minutes)
@@ -495,7 +495,7 @@ print(f"relative difference of the losses: at most {apart.abs().max().max():.1e}
 # *The loss goes on as if nothing had happened, to within 10⁻⁵, with half the ranks.* Two finished steps were lost and
 # trained again. Gradients of fewer ranks are added in another order, so the last digits differ.
 #
-# **Why does the log blame a healthy host?** The ranks of host1 died together with their torchrun, so nobody there
+# **Why may a log blame a healthy host?** The ranks of host1 died together with their torchrun, so nobody there
 # reports a failure. On host0, the rank that first notices a closed connection ends with an error, which names the lost
 # host's address, 10.77.0.2. Its connections now close as well, so its neighbour may complain of 10.77.0.1, which is
 # host0 itself. torchrun calls the first of its own ranks that ended the cause. So look for the address in the first
@@ -590,8 +590,8 @@ verdict_stop
 
 # %% [markdown]
 # Here is a colleague's script, which starts torchrun once on each node. Slurm gives each node its number as
-# `SLURM_NODEID`, from 0. The endpoint is node 0's, and its address is right. Nodes usually reach each other by name, so
-# the script needs neither `--local-addr` nor `GLOO_SOCKET_IFNAME`. `trap` says what to do at a signal:
+# `SLURM_NODEID`, from 0. The endpoint is node 0's, and its address is right. Where a node's name leads to its address in
+# the cluster, the script needs neither `--local-addr` nor `GLOO_SOCKET_IFNAME`. `trap` says what to do at a signal:
 #
 # - With `--signal=USR1@120` Slurm signals what `srun` has started, and with `--signal=B:USR1@120` the script alone.
 # - bash runs a trap only between commands. `command &` starts one in the background, and `wait $!` waits for it.
@@ -698,7 +698,7 @@ claim("Slurm says completed", "COMPLETED" in log)
 #
 # **Ask yourself**
 #
-# <details><summary>1. torchrun waits on both hosts, and ends after a minute. Where do you look?</summary>
+# <details><summary>1. torchrun waits, and ends after a minute. Where do you look?</summary>
 #
 # If both end, no host took the endpoint for its own, or the address is none of theirs. If only host1 ends, a firewall
 # is between them, or the name leads elsewhere on host1.

@@ -116,7 +116,7 @@ EXERCISES = [
         checks.wait_behind,
         {
             f"{BEHIND} gave compute, scatter, wait, compute": "graph.lint()",
-            f"{BEHIND} gave compute, scatter, compute, scatter, compute, scatter": "labkits.wait_late(graph)",
+            f"{BEHIND} gave compute, scatter, compute, scatter, compute, scatter": "(labkits.wait_late)(graph)",
             f"{BEHIND} raised IndexError": changed(
                 "wait_behind", ("min(place + behind, len(scatters) - 1)", "place + behind")
             ),
