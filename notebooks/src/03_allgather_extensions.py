@@ -88,8 +88,8 @@ claim("two gathers take 0.53 s in bfloat16", round(two_gathers_s[2], 2) == 0.53 
 
 # %% [markdown]
 # With FSDP the updates happen in the shard, which stays in float32. The gathered copy is only computed with: gradients
-# are taken at rounded weights, and go to the exact ones. Rounding errors do not add up, because each step rounds the
-# exact shard again.
+# are taken at rounded weights, and go to the exact ones. Errors of the weights do not add up, because each step rounds
+# the exact shard again.
 #
 # Then why hooks, if a policy halves the bytes? A policy has one dtype for parameters, sent and computed with. So it
 # cannot send bfloat16 and compute in float32, nor int8, which is of no use without its scales.
@@ -812,8 +812,8 @@ claim("in place, below 347 GB/s", round(15 / 16 * 3350 / (33 / 16 + 3 + 4)) == 3
 #
 # 1. FSDP2 asks each shard what to send and what to make of it. Two functions on a plain tensor answer, and what they
 #    round never reaches the shard that Adam updates.
-# 2. A hook that decodes must name its memory, and keep nothing of the shard: otherwise FSDP leaks the model, or trains
-#    one that never changes, without an error.
+# 2. A hook that decodes must name its memory, and keep nothing of the shard: otherwise FSDP leaks the model, or computes
+#    with old weights, without an error.
 # 3. If bfloat16 arithmetic is fine, then a policy halves the bytes in one line. If a slow wire is exposed after that,
 #    then hooks halve them again, with any decode if it is slow enough, and fused on a faster one. If gathers hide, then
 #    leave them as they are.

@@ -756,10 +756,12 @@ hidden = [
     for tp in (4, 8)
 ]
 claim("1,000 tokens a GPU, or (n - 1)/n of that", hidden == [900, 900] * 2)
+few_parts = [round(1e3 * each) for each in (few[4]["compute"], few[4]["data"], few[16]["data"])]
+claim("33 ms of computing, 60 and 24 along data", few_parts == [33, 60, 24])
 
 # %% [markdown]
-# `tp` 16 is best, although it leaves the host: with four times the GPUs, 2.5 times as fast. A GPU has only 512 tokens,
-# less than T₀ (about 1,000 here, for many ranks). So messages along `data` show, and `tp` 16 shortens them. The rule:
+# `tp` 16 is best, although it leaves the host: with four times the GPUs, 2.5 times as fast. Each GPU computes for 33 ms,
+# and messages along `data` take 60 with `tp` 4, too long to hide, but 24 with 16. The rule:
 #
 # > If computing hides the messages along `data`, take the smallest `tp` that batch and memory allow, inside a host. If
 # > not, calculate: a larger `tp` may be faster.

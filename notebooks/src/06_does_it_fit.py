@@ -737,7 +737,7 @@ near.assign(leaves_a_tenth=near["needed_gib"] <= 36).round(1)
 # *Half the group needs too much, and is no quicker. Twice the group waits for more messages, and recomputing costs more
 # than a larger batch gains.*
 #
-# *Takeaway: on a slow network shard over fewer GPUs if memory lets you, and let a larger batch hide the messages.*
+# *Takeaway: where messages are slow, shard over fewer GPUs if memory lets you, and let a larger batch hide them.*
 
 # %% tags=["claim"]
 network = get_hardware("h100-8x").links.between

@@ -2,8 +2,8 @@
 # # Lab 6b. How long?
 #
 # Lab 6 said what fits on a cluster, to the byte. A simulation has no clock, so its seconds are **estimated**, from what
-# the program does and a table of hardware. One figure of that table is a guess, and at 1024 GPUs almost everything
-# hangs on it. The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
+# the program does and a table of hardware. One figure of that table is a guess, and at 1024 GPUs much hangs
+# on it. The example is again `train.py`, Llama 2 7B under FSDP on hosts of eight H100.
 #
 # After this lab you can
 #
@@ -613,8 +613,7 @@ pandas.DataFrame(left_in, index=["5 %", "10 %", "20 %"]).rename_axis("margin")
 # *Side by side, groups of 16 are left with every margin. In turns they are always out, and groups of 8 and 64 are
 # left.* With 14 µs, a single card needs 34 ms for a block's all-reduce in groups of 8, whose gathers stay inside a
 # host. In groups of 16 it needs 17 ms, and 24 for gather and reduce-scatter. Each doubling halves the 17. But above 64
-# gathers have so many hops that they lose where the latency is long. The truth lies between the columns, as latencies
-# need no turns.
+# gathers have so many hops that they lose where the latency is long. Neither column is measured, and latencies need no turns at all.
 #
 # *Takeaway: compare two ways on the same network. An assumption that both share may still turn their order.*
 

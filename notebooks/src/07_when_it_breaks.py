@@ -184,11 +184,11 @@ aborted.ask("logs")
 #
 # ### Exercise 1: who began it? (•, {minutes} minutes)
 #
-# `ends` is what `rank_ends` gives: of each rank its `rank`, `status`, `time` and `error`. Return the rank that failed
-# first by itself, or None if the ends do not tell.
+# `ends` is what `rank_ends` gives: of each rank its `rank`, `status`, `time` and `error`. Return the rank whose own end
+# began it, a killed one included, or None if the ends do not tell.
 #
 # Decide from the four tables above, whose faults you know: which statuses, and which errors, say nothing about a rank's
-# own guilt? Status 0 is a good end. A lost connection may also read "Connection reset by peer" or "Broken pipe". Where
+# own guilt? Status 0 is a good end. A lost connection may also read "Connection reset by peer", "Read error" or "Broken pipe". Where
 # a table shows "–", the `error` is an empty text, and the `time` is when torchrun noticed the end.
 #
 # <details><summary>Hint 1</summary>
@@ -733,7 +733,7 @@ checks.diagnoses(diagnoses)
 # ```
 #                     this run   healthy, same data
 # factor              1.063      1.000
-# rest                8.8e-01    1.2e-07
+# rest                8.8e-01    1e-07
 # rank 0 read first   104, 11    104, 11
 # rank 1 read first   104, 11    77, 110
 # ```
@@ -925,8 +925,8 @@ card  # card.write("card.html") writes a page to print
 # ## 8. Leave with ({minutes} minutes)
 #
 # - If a run hangs, then look at all stacks, and follow who waits for whom.
-# - If all ranks show errors, then look for an error that is no echo, or a signal that is no abort; if there is none,
-#   compare the ranks' calls.
+# - If all ranks show errors, then look for an error that is no echo, or a signal such as -9; if there is none, compare
+#   the ranks' calls.
 # - If nothing looks wrong, then compare weights between ranks, and a gradient with one device's.
 #
 # ### Five questions

@@ -850,8 +850,8 @@ pandas.DataFrame.from_dict(table, orient="index")
 #
 # | if | then |
 # |---|---|
-# | the error is below 1 % | look for a dtype, or for a small term of the loss |
 # | no rest is left | a factor: look for a mean that was taken once too often or not at all, or for clipping |
+# | the error is below 1 % | look for a dtype, or for a small term of the loss |
 # | a rest is left, and the ranks differ | a sum is missing, or came too late: where the weight enters the ranks' own region, or at its other use |
 # | a rest is left, and the ranks agree | look at counts, for a factor on one of several losses, or for a gradient that stayed on its rank |
 #

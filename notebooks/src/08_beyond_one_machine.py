@@ -164,9 +164,9 @@ world_rows = {name: [prediction_text(mine_worlds[name]), f"{size}"] for name, si
 pandas.DataFrame.from_dict(world_rows, orient="index", columns=["yours", "measured"])
 
 # %% [markdown]
-# *The first two end with an error, and the third makes two worlds of two ranks.* In the first, the endpoint's name
-# leads host1 to itself. In the second, torchrun meets, but the ranks call docker0's address, which on every host
-# is the host's own; where host0 fails first, host1 may blame the rendezvous, which closes with it. The third is the worst: a
+# *The first two end with an error, and the third makes two worlds of two ranks.* In the first, each host
+# names itself as the endpoint. In the second, torchrun meets, but the ranks call docker0's address, which on every host
+# is the host's own; if host0 fails first, host1 may blame the rendezvous, which closes. The third is the worst: a
 # program that trains would train a model on each host, both losses would fall, and both would save to the same place.
 #
 # ### Exercise 1: the line that works (•, {minutes} minutes)
@@ -669,7 +669,7 @@ trained = [int(step) for step in re.findall(r"^step (\d+) on 2 ranks", log, flag
 # [launch/cluster/general.sbatch](../launch/cluster/general.sbatch) is the whole script, with a reason for each line,
 # and needs nothing of labkit: copy it.
 #
-# *Takeaway: preemption is a failure that announces itself. Let the script catch the signal, let all ranks agree to
+# *Takeaway: a time limit announces itself, and preemption can. Let the script catch the signal, let all ranks agree to
 # stop, save, and queue again.*
 
 # %% tags=["claim"]
