@@ -620,7 +620,7 @@ pandas.DataFrame(left_in, index=["5 %", "10 %", "20 %"]).rename_axis("margin")
 # *Side by side, groups of 16 are left with every margin. In turns they are always out, and groups of 8 and 64 are
 # left.* With 14 µs, a single card needs 34 ms for a block's all-reduce in groups of 8, whose gathers stay inside a
 # host. In groups of 16 it needs 17 ms, and 24 for gather and reduce-scatter. Each doubling halves the 17, so groups of 64 are
-# quicker than those of 16 everywhere, by 5 to 28 %. But above 64
+# quicker than those of 16 everywhere, by 5 to 28 %. Above 64
 # gathers have so many hops that they lose where the latency is long. Neither column is measured, and latencies need no turns at all.
 #
 # *Takeaway: compare two ways on the same network. An assumption that both share may still turn their order.*

@@ -233,7 +233,7 @@ told
 # |a lost connection, an **echo**|another rank ended before|
 # |"Timed out"|another rank did not come|
 # |-6|nothing: another rank's call may be the reason|
-# |-15|nothing: torchrun ended it|
+# |-15|nothing: mostly torchrun ended it|
 #
 # <details><summary>After a kill, and with NCCL</summary>
 #
@@ -880,7 +880,7 @@ main(seed=int(os.environ["RANK"] == "2"), find_odd=find_odd)
 # %% [markdown]
 # *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* By the
 # stamps ranks 1 and 3 may be earlier: they stop waiting for rank 0 while it still waits for rank 2. labkit's headline
-# passes over such echoes, but torchrun alone calls the earliest error the root cause. In the other run each rank that
+# passes over these, but torchrun alone calls the earliest error the root cause. In the other run each rank that
 # reports an error names rank 2 (line 5).
 #
 # <details><summary>The other lines, and what they cost</summary>
@@ -939,9 +939,8 @@ card  # card.write("card.html") writes a page to print
 # </details>
 # <details><summary>2. A run hangs. All ranks stand in an all-reduce, in the same line. What may it be?</summary>
 #
-# They may carry different tensors in that line: one rank has left out an earlier call, and since then its calls meet
-# the wrong ones of the others. Compare records, with labels or stacks. Or the ranks are in different groups, or the
-# network is broken.
+# Their tensors may differ in size, as when one rank has left out an earlier call, so that its calls meet other ones of the
+# others. Compare records, with labels or stacks. Or the ranks are in different groups, or the network is broken.
 #
 # </details>
 # <details><summary>3. A profile of rank 0 shows 70 % of the time in all-reduces. Is the network slow?</summary>

@@ -843,7 +843,7 @@ pandas.DataFrame.from_dict(table, orient="index")
 # For `tied` the types have no verdict. The package has a rule for each collective, in which all ranks take part in the
 # same call. In a pipeline one rank calls `send` where the other calls `recv`, and for such a pair it has none yet.
 #
-# 1. A loss that falls says little about gradients, be they off by a factor or by half.
+# 1. A loss curve alone says little about gradients, be they off by a factor or by a term.
 # 2. Parity of one step caught all twelve, because each was chosen for its wrong gradient. Parity sees nothing of the
 #    optimizer, of the order of the data, or of what its batch and its number of ranks hide.
 # 3. Types refuse five of them before any rank starts: mostly sums that are missing.
