@@ -419,8 +419,8 @@ def newest_complete(folder: Path) -> Path | None:
 # ### Exercise 3: save every few steps, and go on (••, {minutes} minutes)
 #
 # `one_step(step)` trains one step, given its number from 0, and returns True if all ranks were asked to stop. Train
-# until `steps` steps are done, or until a stop. Save as section 1 does, in `folder / f"step_{done:08d}"`, each time
-# another `every` of them are done, and at a stop. If `folder` has a complete save, begin with the step after it: make
+# until `steps` steps are done, or until a stop. Save as section 1 does, in `folder / f"step_{done:08d}"`, whenever `done`
+# is a multiple of `every`, and at a stop. If `folder` has a complete save, begin with the step after it: make
 # a state such as the one that was saved, let `dcp.load(state, checkpoint_id=…)` fill it, its number of steps too, and
 # let `set_state_dict(model, optimizer, model_state_dict=…, optim_state_dict=…)` put the rest in place.
 #
@@ -700,8 +700,8 @@ claim("Slurm says completed", "COMPLETED" in log)
 #
 # <details><summary>1. torchrun waits, and ends after a minute. Where do you look?</summary>
 #
-# If both end, no host took the endpoint for its own, or the address is none of theirs. If only host1 ends, a firewall
-# is between them, or the name leads elsewhere on host1.
+# A host that joins gives up after a minute, one that waits for others later. If both end after a minute, neither took the
+# endpoint for its own. If host1 ends first, a firewall is between them, or on host1 the endpoint leads elsewhere.
 #
 # </details>
 #
