@@ -475,7 +475,7 @@ pandas.DataFrame.from_dict(messages, orient="index", columns=kinds).rename_axis(
 
 # %% [markdown]
 # Commit: how much of the speed that it has among 8 does a GPU keep, in percent? As it is, section 3 says 82 / 143, or
-# 57 %. Add up the messages, or take the second time of `passes_ms(128, forward_s, backward_s, CHANGED["one_card"])`.
+# 57 %. Take the second time of `passes_ms(128, forward_s, backward_s, CHANGED["one_card"])`.
 # The explorer takes the shape instead of a record, and says 56 % (55 % with all 32 blocks). Turn its figures, and try
 # twice the tokens.
 

@@ -168,7 +168,8 @@ for title, failure in {"raised": raised, "killed": killed, "late": late}.items()
 # %% [markdown]
 # A status below 0 is the signal that ended a process: -9 is SIGKILL, and -15 is SIGTERM, which torchrun sends to all
 # that still run after the first failure. So -15 with no error proves nothing: it may end an innocent rank, and in
-# `late` it ended the guilty one, rank 2. *The ranks with an error there are those that waited.*
+# `late` it ended the guilty one, rank 2. *The ranks with an error there are those that waited.* A time says when Python
+# caught the error, so an echo may stand before its cause.
 #
 # The fourth failure accuses an innocent rank. The program of section 1 runs again, and in the all-reduce of layer 1
 # rank 3 brings float64, where the others bring float32. This lab counts another dtype as `other shape`.
@@ -878,9 +879,8 @@ main(batches=3 if os.environ["RANK"] == "2" else 20, wait_s=2)
 main(seed=int(os.environ["RANK"] == "2"), find_odd=find_odd)
 
 # %% [markdown]
-# *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* By the
-# stamps ranks 1 and 3 may be earlier: they stop waiting for rank 0 while it still waits for rank 2. labkit's headline
-# passes over these, but torchrun alone calls the earliest error the root cause. In the other run each rank that
+# *Of the run that waits, the headline is rank 0's, and its message names rank 2, which did not come (line 4).* Ranks 1 and
+# 3 may stop earlier. labkit's headline passes over these, but torchrun alone calls the earliest error the root cause. In the other run each rank that
 # reports an error names rank 2 (line 5).
 #
 # <details><summary>The other lines, and what they cost</summary>
@@ -933,8 +933,9 @@ card  # card.write("card.html") writes a page to print
 #
 # <details><summary>1. Seven of eight ranks say "Connection closed by peer". Where do you look?</summary>
 #
-# At the eighth. The seven are echoes. If it left no exception, its exit status and the system's log say why it is gone,
-# unless the status is -6: then it may have been aborted for another rank's call, and a record of calls tells.
+# At the eighth. The seven are echoes. If it left no exception, its exit status and the system's log say why it is gone: -9
+# if it was killed, 0 if it believed that it was done. With -6 it may have been aborted for another rank's call, and a
+# record of calls tells; -15 says nothing.
 #
 # </details>
 # <details><summary>2. A run hangs. All ranks stand in an all-reduce, in the same line. What may it be?</summary>
