@@ -137,13 +137,8 @@ def start_early(answer: Callable[[Graph], Any]) -> Verdict:
     """Exercise 3: each gather starts before the wait of the one before it, in graphs of 1 to 5."""
     for count in (1, 2, 3, 5):
         graph = gathers_graph(count)
-        before = sorted(node.name for node in graph.nodes)
         asked = f"start_early(a graph of {count} gathers)"
-        judge.call_answer(answer, graph, in_words=asked)
-        after = sorted(node.name for node in graph.nodes)
-        hint = "Move nodes with prepend; make none, and erase none."
-        judge.expect(after == before, f"{asked} changed which nodes there are", hint=hint)
-        events = list_events(graph)
+        events = _events_after(answer, graph, asked=asked, mover="prepend")
         said = f"{asked} gave {', '.join(events)}"
         right = ["gather", *["gather", "wait", "compute"] * (count - 1), "wait", "compute"]
         plain = ["gather", "wait", "compute"] * count
@@ -161,6 +156,18 @@ def start_early(answer: Callable[[Graph], Any]) -> Verdict:
         with judge.expect_no_error(f"{asked} uses a result before it is there"):
             graph.lint()
     return judge.passing_verdict("in graphs of 1 to 5 gathers each starts one wait earlier")
+
+
+def _events_after(
+    answer: Callable[..., Any], graph: Graph, *arguments: int, asked: str, mover: str
+) -> list[str]:
+    """Let an answer change a graph, expect that it only moves nodes, and return the new order."""
+    before = sorted(node.name for node in graph.nodes)
+    judge.call_answer(answer, graph, *arguments, in_words=asked)
+    after = sorted(node.name for node in graph.nodes)
+    hint = f"Move nodes with {mover}; make none, and erase none."
+    judge.expect(after == before, f"{asked} changed which nodes there are", hint=hint)
+    return list_events(graph)
 
 
 def gathers_graph(count: int) -> Graph:
@@ -253,13 +260,8 @@ def wait_behind(answer: Callable[[Graph, int], Any]) -> Verdict:
     """Exercise 6: each wait for a reduce-scatter stands behind one that starts some later."""
     for count, behind in ((4, 2), (3, 1), (2, 5), (1, 1)):
         graph = scatters_graph(count)
-        before = sorted(node.name for node in graph.nodes)
         asked = f"wait_behind(a graph of {count} reduce-scatters, {behind})"
-        judge.call_answer(answer, graph, behind, in_words=asked)
-        after = sorted(node.name for node in graph.nodes)
-        hint = "Move nodes with append; make none, and erase none."
-        judge.expect(after == before, f"{asked} changed which nodes there are", hint=hint)
-        events = list_events(graph)
+        events = _events_after(answer, graph, behind, asked=asked, mover="append")
         right = []
         for place in range(count):
             ending = min(behind + 1, count) if place == count - 1 else int(place >= behind)
